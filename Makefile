@@ -32,17 +32,23 @@ IDENTITY = -c 'import sys; print(sys.version.split()[0], sys.base_prefix)'
 anew = $(shell [ "$$(cat $(1)/.installed 2>/dev/null)" = "$$($(2) $(IDENTITY) 2>/dev/null)" ] || echo another-python)
 # JupyterLab refuses to run as root, the user of most containers.
 AS_ROOT = $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
+LAB = $(PY) -m jupyterlab --LabApp.news_url=None --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate $(AS_ROOT)
 .NOTPARALLEL:
-.PHONY: help lab test test-all lint unit unit-all nbval notebooks test-py311 test-colab test-colab-unit test-colab-live test-latest gpu \
+.PHONY: help lab work edit test test-all lint unit unit-all nbval notebooks test-py311 test-colab test-colab-unit test-colab-live test-latest gpu \
 	case-study ladder optimizers soak badges site environment pins clean another-python
 
 help: ##1 this list
 	@echo "For learners:"; awk -F ':.*##1 ' '/^[a-z0-9-]+:.*##1 / { printf "  %-16s%s\n", $$1, $$2 }' Makefile
 	@echo "For developers:"; awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-16s%s\n", $$1, $$2 }' Makefile
 
-lab: .venv/.installed ##1 make .venv and open JupyterLab on notebooks/ (without a browser: prints the URL)
-	$(PY) -m jupyterlab --notebook-dir=notebooks --LabApp.news_url=None \
-		--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate $(AS_ROOT) $(LABFLAGS)
+lab: work ##1 make .venv and open JupyterLab on your own copies, in work/ (without a browser: prints the URL)
+	$(LAB) --notebook-dir=work $(LABFLAGS)
+
+work: .venv/.installed ##1 copy new notebooks into work/; take one anew and keep yours: make work NB=03
+	$(PY) tools/work.py $(NB)
+
+edit: .venv/.installed ## open JupyterLab on notebooks/, to change the course
+	$(LAB) --notebook-dir=notebooks $(LABFLAGS)
 
 test: lint unit nbval ##1 lint, types, unit tests, and every notebook against its stored outputs
 	@[ -n "$$COURSE_SLOW" ] || echo "Left out: $$(cat .pytest_cache/v/course/left_out) slow cases. \`make test-all\` runs them."

@@ -74,6 +74,7 @@ class Optimizer(NamedTuple):
     about: str  # for --help
     decays: bool = False  # whether it reads `weight_decay`
     streams: bool = False  # whether its state has the shapes of the parameters: see `offload`
+    whole: bool = False  # whether a device needs whole matrices: `many_devices.muon` moves them
     # ||update on many devices - update on one|| / ||update||: 0 if no sum runs over devices
     tolerance: float = 0.0
     reads: tuple[str, ...] = ()  # which of `get`'s functions of a parameter's name
@@ -124,6 +125,7 @@ OPTIMIZERS = {
         "one moment, made orthogonal, https://kellerjordan.github.io/posts/muon; AdamW for"
         " embeddings, output layer, norms and biases",
         decays=True,
+        whole=True,
         tolerance=1e-4,
         reads=("matrices", "stacks"),
     ),
@@ -304,8 +306,8 @@ def get(
       options: other fields of `OPTIMIZER`.
     """
     arguments.one_of("name", name, OPTIMIZERS)
-    if matrices is not None and name != "muon":
-        raise ValueError(f"matrices={matrices!r} must be None for {name!r}: only 'muon' has it")
+    if matrices is not None and "matrices" not in OPTIMIZERS[name].reads:
+        raise ValueError(f"matrices={matrices!r} must be None for {name!r}, which reads none")
     unread = set("schedule warmup_steps decay_rate total_steps cooldown".split())
     unread |= set() if OPTIMIZERS[name].decays else {"weight_decay"}
     unread |= {n for row in OPTIMIZERS.values() for n in row.fields} - {

@@ -39,9 +39,9 @@ from course_lib.models.losses import classification_loss as classification_loss
 from course_lib.models.losses import cross_entropy as cross_entropy
 from course_lib.models.losses import next_token_loss as next_token_loss
 from course_lib.one_device import gradient_accumulation, mixed_precision
-from course_lib.one_device.gradient_accumulation import LossFn, Metrics, PyTree
+from course_lib.one_device.gradient_accumulation import GradFn, LossFn, Metrics, PyTree
 from course_lib.one_device.gradient_accumulation import check_loss as check_loss
-from course_lib.text.data import Batch
+from course_lib.text.batches import Batch
 
 
 @struct.dataclass
@@ -98,7 +98,7 @@ def make_train_step(
     accumulator_dtype: Any = jnp.float32,
     policy: mixed_precision.Policy | None = None,
     donate: bool = True,
-    gradient_fn: Callable[[LossFn], gradient_accumulation.GradFn] | None = None,
+    gradient_fn: Callable[[LossFn], GradFn] | None = None,
     skip_not_finite: bool = False,
     gradient_norm: bool = False,
     out_shardings: Any = None,
@@ -156,7 +156,9 @@ def make_train_step(
             loss, metrics = loss_fn(params, batch, rng)
             return state.loss_scale.scale(loss), metrics
 
-        grads, metrics = gradient_fn(scaled_loss_fn)(state.params, batch, step_rng)
+        is_scaled = not isinstance(state.loss_scale, mixed_precision.NoLossScale)
+        grad_fn = gradient_fn(scaled_loss_fn if is_scaled else loss_fn)
+        grads, metrics = grad_fn(state.params, batch, step_rng)
         with jax.named_scope("optimizer"):
             grads = state.loss_scale.unscale(grads)
             if gradient_norm:
@@ -167,7 +169,7 @@ def make_train_step(
                 state, step=state.step + 1, params=params, opt_state=opt_state, rng=rng
             )
         finite = []
-        if not isinstance(state.loss_scale, mixed_precision.NoLossScale):
+        if is_scaled:
             finite.append(mixed_precision.all_finite(grads))
             new = dataclasses.replace(new, loss_scale=state.loss_scale.update(finite[0]))
         if skip_not_finite:
@@ -287,85 +289,83 @@ class Run:
         return placed, virtual.abstract(batch, place(P("data")))
 
 
-def functions(config: ConfigDict) -> tuple[ApplyFn, LossFn, Callable[..., TrainState]]:
-    """Returns `apply_fn`, loss and `init(rng) -> state` of a frozen, checked configuration."""
-    optimizer = optimizers.from_config(config.optimizer)
-    scale = mixed_precision.loss_scale(config.training.loss_scale)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Functions:
+    """A frozen, checked configuration as functions of the Transformer's parameters."""
 
-    def init(rng):
+    config: ConfigDict
+    hooks: Hooks  # of one device's share of the model
+    score: losses.Score  # of its logits, or of their factors
+
+    @functools.cached_property
+    def loss_fn(self) -> LossFn:
+        """The loss, with the load-balancing loss if the model has experts."""
+        model = self.config.model
+        apply_fn = transformer.function(model, self.hooks, balance=model.num_experts > 0)
+        if model.num_experts:
+            return losses.balanced_loss(apply_fn, model.balance_weight, self.score)
+        return next_token_loss(apply_fn, self.score)
+
+    def init(self, rng: Key[Array, ""]) -> TrainState:
+        """Returns the state before the first step."""
         param_rng, state_rng = jax.random.split(rng)
-        params = parameters.init(param_rng, config.model)
-        params = optimizers.cast_params(config.optimizer, params)
+        params = parameters.init(param_rng, self.config.model)
+        params = optimizers.cast_params(self.config.optimizer, params)
+        optimizer = optimizers.from_config(self.config.optimizer)
+        scale = mixed_precision.loss_scale(self.config.training.loss_scale)
         return init_state(params, optimizer, state_rng, scale)
 
-    return transformer.function(config.model), loss_of(config.model), init
+    def in_minibatches(
+        self, grad_fn: GradFn, cut: Callable[..., Any] = gradient_accumulation.accumulate
+    ) -> GradFn:
+        """Returns the gradient function of a batch, from that of a minibatch."""
+        asked = self.config.training
+        return functools.partial(
+            cut,
+            grad_fn,
+            num_minibatches=asked.num_minibatches,
+            method=asked.accumulation,
+            accumulator_dtype=asked.accumulator_dtype,
+        )
+
+    def gradient(self, loss_fn: LossFn) -> GradFn:
+        """Returns the gradient function of a loss on one device; in place only of `loss_fn`."""
+        if self.config.training.backward == "autodiff":
+            return self.in_minibatches(gradient_accumulation.gradient(loss_fn))
+        if loss_fn is not self.loss_fn:
+            raise ValueError(
+                "training.backward='in_place' must be 'autodiff' for another loss than the"
+                " configuration's, and with a policy or a loss scale: the backward pass by hand"
+                " would ignore them"
+            )
+        from course_lib.smaller_and_faster import smallest_step
+
+        # A layer is rematerialized as `remat_policy` says, whatever `remat` holds.
+        again = FrozenConfigDict(self.config.model.to_dict() | {"remat": ("Block",)})
+        parts = transformer.parts(again, self.hooks)
+
+        def loss(rest: PyTree, x: Array, batch: Batch) -> tuple[Array, Metrics]:
+            of_head = next_token_loss(lambda *_: parts.head(rest, x), self.score)
+            return of_head(rest, batch, None)
+
+        add = smallest_step.gradient_in_place(
+            lambda rest, batch: parts.embed(rest, batch.inputs), parts.layer, loss
+        )
+        return self.in_minibatches(add, gradient_accumulation.accumulate_in_place)
 
 
-def loss_of(
-    model: ConfigDict, hooks: Hooks = Hooks(), score: losses.Score | None = None
-) -> LossFn:
-    """Returns the loss of the Transformer of a configuration's `model` part, with the
-    load-balancing loss if it has experts. `score`: None for the configuration's own.
-    """
+def functions(
+    config: ConfigDict, hooks: Hooks = Hooks(), score: losses.Score | None = None
+) -> Functions:
+    """Returns the functions of one device. `score`: None for the configuration's own."""
     if score is None:
-        hooks, score = hooks_and_score(model, hooks)
-    apply_fn = transformer.function(model, hooks, balance=model.num_experts > 0)
-    if model.num_experts:
-        return losses.balanced_loss(apply_fn, model.balance_weight, score)
-    return next_token_loss(apply_fn, score)
+        score = cross_entropy
+        if config.model.loss_chunks > 1:
+            from course_lib.smaller_and_faster.large_vocabulary import Factors
 
-
-def hooks_and_score(model: ConfigDict, hooks: Hooks) -> tuple[Hooks, Callable[..., Any]]:
-    """Returns the hooks of a Transformer, and the score of its outputs: with a loss in chunks,
-    it returns the factors of the logits.
-    """
-    if model.loss_chunks == 1:
-        return hooks, cross_entropy
-    from course_lib.smaller_and_faster.large_vocabulary import Factors
-
-    return dataclasses.replace(hooks, output=Factors), losses.chunked_cross_entropy(model)
-
-
-def gradient_from(config: ConfigDict) -> Callable[[LossFn], gradient_accumulation.GradFn]:
-    """Returns a function that makes the gradient function of a batch on one device from a loss.
-
-    With `training.backward="in_place"` the gradient is that of the model's own loss: the
-    loss function that it is called with is ignored.
-    """
-    parts = minibatches(config)
-    if config.training.backward == "in_place":
-        add = add_in_place(config.model)
-        grad_fn = functools.partial(gradient_accumulation.accumulate_in_place, add, **parts)
-        return lambda loss_fn: grad_fn
-    return functools.partial(gradient_accumulation.of_loss, **parts)
-
-
-def add_in_place(model: ConfigDict) -> Callable[..., Any]:
-    """Returns `smallest_step.gradient_in_place` of the Transformer: `add(total, params, batch,
-    rng)`. A layer is rematerialized as `model.remat_policy` says, whatever `model.remat` holds.
-    """
-    from course_lib.smaller_and_faster import smallest_step
-
-    hooks, score = hooks_and_score(model, Hooks())
-    again = FrozenConfigDict(model.to_dict() | {"remat": ("Block",)})
-    parts = transformer.parts(again, hooks)
-
-    def loss(rest: PyTree, x: Array, batch: Batch) -> tuple[Array, Metrics]:
-        return next_token_loss(lambda *_: parts.head(rest, x), score)(rest, batch, None)
-
-    return smallest_step.gradient_in_place(
-        lambda rest, batch: parts.embed(rest, batch.inputs), parts.layer, loss
-    )
-
-
-def minibatches(config: ConfigDict) -> dict[str, Any]:
-    """Returns the arguments of `gradient_accumulation.in_minibatches`."""
-    options = config.training
-    return dict(
-        num_minibatches=options.num_minibatches,
-        method=options.accumulation,
-        accumulator_dtype=options.accumulator_dtype,
-    )
+            hooks = dataclasses.replace(hooks, output=Factors)
+            score = losses.chunked_cross_entropy(config.model)
+    return Functions(config, hooks, score)
 
 
 def build(config: ConfigDict) -> Run:
@@ -377,12 +377,11 @@ def build(config: ConfigDict) -> Run:
     """
     check(config)
     config = FrozenConfigDict(config)  # later changes of the argument do not reach this run
-    apply_fn, loss_fn, init = functions(config)
+    own = functions(config)
     optimizer, donate = optimizers.from_config(config.optimizer), config.training.donate
-    train_step = make_train_step(
-        loss_fn, optimizer, donate=donate, gradient_fn=gradient_from(config)
-    )
-    return Run(config, apply_fn, loss_fn, train_step, jax.jit(init))
+    step = make_train_step(own.loss_fn, optimizer, donate=donate, gradient_fn=own.gradient)
+    apply_fn = transformer.function(config.model)
+    return Run(config, apply_fn, own.loss_fn, step, jax.jit(own.init))
 
 
 def step_flops(config: ConfigDict) -> measure.Flops:

@@ -186,6 +186,13 @@ def compiled_anew(request):
     use_cache(before)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def memory_given_back():
+    """Forgets a file's programs at its end: the next file has no use for them."""
+    yield
+    jax.clear_caches()
+
+
 def use_cache(yes):
     compilation_cache.reset_cache()  # JAX looks once whether it is to use one
     jax.config.update("jax_enable_compilation_cache", yes)

@@ -24,7 +24,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 TOOLS = {"measure", "text", "show"}
 MODELS = TOOLS | {"one_device", "smaller_and_faster", "models", "optimizers"}
 TRAINING = MODELS | {"configs", "training"}
-EVERYWHERE = {"fields", "arguments"}
+EVERYWHERE = {"fields", "arguments", "extras"}
 ALLOWED = {
     "measure": set(),
     "files": set(),
@@ -48,6 +48,7 @@ ALLOWED = {
     "lessons": TRAINING | {"many_devices", "planner", "program", "files"},
     "fields": set(),
     "arguments": set(),
+    "extras": set(),
     "__init__": {"xla_flags"},
     "xla_flags": set(),
 }

@@ -30,6 +30,7 @@ ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT, SETUPTOOLS = PYPROJECT["project"], PYPROJECT["tool"]["setuptools"]
 EXTRAS = PROJECT["optional-dependencies"]
+LIBRARY = sync_environment.needed(*pin_versions.LIBRARY)
 SETS = {
     name: sync_environment.pins(ROOT / "requirements" / f"{name}.txt")
     for name in ("reference", "py311", "colab")
@@ -37,7 +38,7 @@ SETS = {
 
 
 def test_the_exact_versions_lie_in_the_ranges():
-    wanted = PROJECT["dependencies"] + EXTRAS["notebooks"] + EXTRAS["test"]
+    wanted = sync_environment.needed("notebooks", "test")
     for name, pins in SETS.items():
         for line in wanted + (EXTRAS["virtual"] if name != "colab" else []):
             requirement = Requirement(line)
@@ -47,7 +48,7 @@ def test_the_exact_versions_lie_in_the_ranges():
 
 def test_the_lower_bounds_are_what_colab_ships():
     """Pip leaves Colab's packages alone, and `make test-colab` tests each bound."""
-    for bound in map(Requirement, pin_versions.lower_bounds(PROJECT["dependencies"])):
+    for bound in map(Requirement, pin_versions.lower_bounds(LIBRARY)):
         (exact,) = SETS["colab"][canonicalize_name(bound.name)].specifier
         assert exact.version in bound.specifier, bound  # ==3.10 holds 3.10.0
 
@@ -78,7 +79,7 @@ def test_environment_yml_is_in_step():
 
 
 def test_colab_gets_what_it_lacks_and_the_library_without_its_dependencies():
-    needed = {canonicalize_name(Requirement(r).name) for r in PROJECT["dependencies"]}
+    needed = {canonicalize_name(Requirement(r).name) for r in LIBRARY}
     lacks = {canonicalize_name(Requirement(r).name) for r in colab.LACKS}
     shipped = sync_environment.pins(ROOT / "requirements" / "colab-published.txt")
     assert needed - set(shipped) <= lacks < needed

@@ -7,21 +7,17 @@ usage: python tools/check_gpu.py
 
 import importlib.util
 import sys
-import tomllib
 from importlib import metadata
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-NOT_NEEDED = {"check-jsonschema", "ruff", "mypy", "packaging"}
+NOT_NEEDED = {"jupyterlab", "check-jsonschema", "ruff", "mypy", "packaging"}
 
 
 def missing() -> list[str]:
     """Returns the course's requirements that are not installed here, or are too old."""
-    from packaging.requirements import Requirement  # `main` checks first that it is installed
+    import sync_environment  # `main` checks first that `packaging` is installed
+    from packaging.requirements import Requirement
 
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    wanted = map(Requirement, project["dependencies"] + extras["test"] + ["ipykernel"])
+    wanted = map(Requirement, sync_environment.needed("notebooks", "test"))
     lacking = []
     for requirement in wanted:
         if requirement.name in NOT_NEEDED:

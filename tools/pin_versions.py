@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 HEADER = "# Written by tools/pin_versions.py from pyproject.toml: {what}. Do not edit.\n"
 # The set-up cell installs xprof in Colab, which needs newer versions of these than Colab's.
 RAISED_ON_COLAB = {"absl-py", "urllib3"}
+# The extras of the library itself. Their lower bounds are what Colab ships.
+LIBRARY = ("pictures", "profile", "training")
 PLATFORMS = (
     {"sys_platform": "linux", "platform_machine": "x86_64"},
     {"sys_platform": "linux", "platform_machine": "aarch64"},
@@ -96,16 +98,16 @@ def published_by_colab() -> list[str]:
 def main() -> None:
     """Writes the four files."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    needed = project["dependencies"] + extras["notebooks"] + extras["test"]
-    newest = needed + extras["virtual"]
-    colab = needed + lower_bounds(project["dependencies"])
+    site = project["optional-dependencies"]["site"]
+    needed = sync_environment.needed
+    newest = needed("notebooks", "test", "virtual")
+    colab = needed("notebooks", "test") + lower_bounds(needed(*LIBRARY))
     published = published_by_colab()
     for name, title, *wanted in (
         ("reference", "newest versions for Python 3.12 to 3.14", newest, "3.12", "3.15", []),
         ("py311", "newest versions for Python 3.11", newest, "3.11", "3.12", []),
         ("colab", "what Colab ships, on Python 3.13", colab, "3.13", "3.14", published),
-        ("site", "what `make site` needs", extras["site"], "3.12", "3.15", []),
+        ("site", "what `make site` needs", site, "3.12", "3.15", []),
     ):
         text = HEADER.format(what=title) + resolve(*wanted)
         (ROOT / "requirements" / f"{name}.txt").write_text(text)

@@ -34,12 +34,22 @@ def pins(path: Path) -> dict[str, Requirement]:
     return {canonicalize_name(pin.name): pin for pin in map(Requirement, lines)}
 
 
+def needed(*extras: str) -> list[str]:
+    """Returns what pyproject.toml asks for with extras, and with those that an extra names."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines, wanted = list(project["dependencies"]), list(extras)
+    for extra in wanted:
+        for line in project["optional-dependencies"][extra]:
+            inner = Requirement(line)
+            own = inner.name == project["name"]
+            wanted += sorted(inner.extras) if own else []
+            lines += [] if own else [line]
+    return lines
+
+
 def direct() -> list[Requirement]:
     """Returns the requirements of `.venv` in pyproject.toml, once each."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    lines = project["dependencies"] + extras["notebooks"] + extras["test"] + extras["virtual"]
-    wanted = map(Requirement, lines)
+    wanted = map(Requirement, needed("notebooks", "test", "virtual"))
     return list({canonicalize_name(r.name) + str(sorted(r.extras)): r for r in wanted}.values())
 
 

@@ -16,3 +16,10 @@ def submit(
     from course_lib.lessons import game
 
     game.submit(make_step, gpu, name, optimizer, moments)
+
+
+def progress() -> None:
+    """Prints the exercises of all notebooks, those that are done with a ✓."""
+    from course_lib.lessons import done
+
+    print(done.table())

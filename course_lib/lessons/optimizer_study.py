@@ -105,7 +105,8 @@ def train(case: Case, rate: float, seed: int = 0, steps: int = STEPS) -> dict[st
 def _program(case: Case, steps: int) -> tuple[Callable[..., Any], ...]:
     """Returns `init(rng, rate)`, `step(state, batch, rate)`, `validation_loss(params)`."""
     config = FrozenConfigDict(config_of(case, steps))
-    _, loss_fn, init_params = training.functions(config)
+    functions = training.functions(config)
+    loss_fn = functions.loss_fn
     shape = optimizers.SCHEDULES[config.optimizer.schedule](config.optimizer)
 
     def optimizer_at(rate: Array) -> optax.GradientTransformation:
@@ -116,7 +117,7 @@ def _program(case: Case, steps: int) -> tuple[Callable[..., Any], ...]:
         return _rounding_to_nearest(optimizer) if case.nearest else optimizer
 
     def init(rng: Array, rate: Array) -> training.TrainState:
-        state = init_params(rng)
+        state = functions.init(rng)
         return training.init_state(state.params, optimizer_at(rate), state.rng)
 
     def step(state: training.TrainState, batch: data.Batch, rate: Array) -> Any:

@@ -42,13 +42,17 @@ class Asked(NamedTuple):
 
 
 class Share(NamedTuple):
-    """One device's part of the model."""
+    """One device's part of a run."""
 
-    model: ConfigDict
+    config: ConfigDict
     mesh: Mesh
     strategy: "Strategy"
     params: PyTree  # specs of the parameters
     grads: PyTree  # specs of their gradients
+
+    @property
+    def model(self) -> ConfigDict:
+        return self.config.model
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,6 +30,7 @@ from course_lib import arguments
 from course_lib.many_devices import collectives
 from course_lib.many_devices.axis import Asked, Axis
 from course_lib.many_devices.meshes import vary
+from course_lib.models.attention import IMPLEMENTATIONS
 from course_lib.models.hooks import Hooks
 
 PyTree = Any
@@ -230,7 +231,7 @@ def errors(asked: Asked) -> Iterator[str]:
         )
     if hand:
         yield from _not_a_ring(model.attention, model.softmax_dtype)
-    elif model.attention not in ("reference", "xla"):
+    elif not IMPLEMENTATIONS[model.attention].along_length:
         yield (
             f"attention={model.attention!r} must be 'reference' or 'xla' with a mesh axis"
             " 'context' and by='compiler', which cannot divide a kernel"

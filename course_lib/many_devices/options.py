@@ -13,6 +13,7 @@ from course_lib.fields import FIXED, at_least, option
 from course_lib.many_devices import axis, meshes
 from course_lib.many_devices.axis import Asked
 from course_lib.many_devices.pipeline_parallel import SCHEDULES
+from course_lib.models.attention import IMPLEMENTATIONS
 
 BY = ("hand", "compiler")
 STAGES = (0, 1, 2, 3)
@@ -90,10 +91,10 @@ def _errors(asked: Asked) -> Iterator[str]:
             " devices: the backward pass by hand does not sum gradients over devices; ZeRO"
             " stage 2 divides them (strategy.zero=2)"
         )
-    if model.attention == "flash":
+    if not IMPLEMENTATIONS[model.attention].on_mesh:
         yield (
-            "attention='flash' must be 'reference' or 'xla' on several devices: the kernel does"
-            " not say how it is divided; a compiler would gather all of it on every device"
+            f"attention={model.attention!r} must be 'reference' or 'xla' on several devices: a"
+            " compiler cannot divide its kernel, and would gather all of it on every device"
         )
     for name, needed in OF_AXIS.items():
         value = getattr(asked.strategy, name)

@@ -34,8 +34,6 @@ Rules = Mapping[str, str | tuple[str, ...]]
 LOGICAL = {
     "embed/embedding": ("vocab", "embed"),
     "pos_emb/embedding": ("positions", "embed"),
-    "mlp/pre_norm/scale": ("embed",),
-    "mlp/pre_norm/bias": ("embed",),
     "mlp/input_layer/kernel": ("embed", "mlp"),
     "mlp/input_layer/bias": ("mlp",),
     "mlp/gate_layer/kernel": ("embed", "mlp"),
@@ -49,16 +47,12 @@ LOGICAL = {
     "mlp/expert_gate/bias": ("experts", "mlp"),
     "mlp/expert_out/kernel": ("experts", "mlp", "embed"),
     "mlp/expert_out/bias": ("experts", "embed"),
-    "attn/pre_norm/scale": ("embed",),
-    "attn/pre_norm/bias": ("embed",),
     "attn/qkv/kernel": ("embed", "heads", "head_dim"),
     "attn/qkv/bias": ("heads", "head_dim"),
     "attn/q/kernel": ("embed", "heads", "head_dim"),
     "attn/q/bias": ("heads", "head_dim"),
     "attn/kv/kernel": ("embed", "heads", "head_dim"),
     "attn/kv/bias": ("heads", "head_dim"),
-    "attn/query_norm/scale": ("head_dim",),
-    "attn/key_norm/scale": ("head_dim",),
     "attn/output_layer/kernel": ("heads", "head_dim", "embed"),
     "attn/output_layer/bias": ("embed",),
     "pre_norm/scale": ("embed",),
@@ -70,8 +64,8 @@ LOGICAL = {
     "output_layer/kernel": ("embed", "vocab"),
     "output_layer/bias": ("vocab",),
 }
-"""The dimensions of the Transformer's parameters. Scanned layers have "layers" in front. In a
-parallel block, norms that MLP and attention share belong to the block."""
+"""The dimensions of the Transformer's parameters, by the end of a parameter's name. Those of
+scanned layers have "layers" in front."""
 
 ACTIVATIONS = {
     "block_in": ("batch", "length", "width"),
@@ -141,7 +135,7 @@ def state_specs(
     device: counts, keys, and the row and column means of Adafactor.
     """
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state.opt_state)]
-    if any(jax.tree_util.DictKey("muon") in path for path in paths):
+    if any(jax.tree_util.DictKey("muon") in path for path in paths):  # Optax's name
         from course_lib.many_devices import muon  # most runs do not need it
 
         moment_specs = muon.to_stacks(state.params, moment_specs, mesh)[-1]

@@ -58,7 +58,7 @@ def layout(
       The specs of the train state, as a `TrainState`, and those of the gradients.
     """
     check(config, mesh, strategy)
-    state = _shapes(training.functions(FrozenConfigDict(config))[2])
+    state = _shapes(training.functions(FrozenConfigDict(config)).init)
     return layout_of(state, mesh, strategy)
 
 
@@ -101,8 +101,8 @@ def gradient(config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()) ->
     specs, grad_specs = layout(config, mesh, strategy)
     # Later changes of the argument do not reach the gradient function.
     config = FrozenConfigDict(config)
-    share = Share(config.model, mesh, strategy, specs.params, grad_specs)
-    loss_fn, gradient_fn, _ = _ways(config, share)
+    share = Share(config, mesh, strategy, specs.params, grad_specs)
+    loss_fn, gradient_fn, _ = _ways(share)
     return gradient_fn(loss_fn)
 
 
@@ -130,10 +130,10 @@ def build(
             " it is computed, when the old moments on the host are overwritten"
         )
     config = FrozenConfigDict(config)
-    apply_fn, _, init = training.functions(config)
+    apply_fn, init = transformer.function(config.model), training.functions(config).init
     state, around = _shapes(init), None
     specs, grad_specs = layout_of(state, mesh, strategy)
-    if config.optimizer.name == "muon" and mesh.size > 1:
+    if optimizers.OPTIMIZERS[config.optimizer.name].whole and mesh.size > 1:
         from course_lib.many_devices import muon
 
         around = functools.partial(
@@ -143,8 +143,8 @@ def build(
     placed = sharding.place(specs, mesh)
     if config.optimizer.offload:
         placed = dataclasses.replace(placed, opt_state=None)  # the optimizer places it
-    share = Share(config.model, mesh, strategy, specs.params, grad_specs)
-    loss_fn, gradient_fn, evaluated = _ways(config, share)
+    share = Share(config, mesh, strategy, specs.params, grad_specs)
+    loss_fn, gradient_fn, evaluated = _ways(share)
     by_hand = mesh.size > 1 and strategy.by == "hand"
     train_step = training.make_train_step(
         loss_fn,
@@ -208,38 +208,33 @@ def _in_stages(init: Any, apply_fn: Any, mesh: Mesh, strategy: Strategy, placed:
     return init_in_stages, apply_to_stages
 
 
-def _ways(config: ConfigDict, share: Share) -> Ways:
+def _ways(share: Share) -> Ways:
     """Returns the loss to differentiate, a function that makes its gradient function, and the
     loss of global arrays. The gradient function cuts the batch into minibatches, so that it can
     send once per step what all need. One device's program has no `jax.shard_map`.
     """
     if share.mesh.size == 1:
-        loss_fn = training.loss_of(config.model)
-        return loss_fn, training.gradient_from(config), loss_fn
+        whole = training.functions(share.config)
+        return whole.loss_fn, whole.gradient, whole.loss_fn
     if _piped(share.mesh):
         return _in_a_pipeline(share)
-    cut = functools.partial(
-        gradient_accumulation.in_minibatches, **training.minibatches(config)
-    )
-    return (_by_hand if share.strategy.by == "hand" else _by_compiler)(share, cut)
+    return (_by_hand if share.strategy.by == "hand" else _by_compiler)(share)
 
 
-def _hooks_and_score(share: Share) -> tuple[Hooks, Callable[..., Any]]:
-    """Returns hooks and cross entropy of one device, as all axes change them together."""
+def _functions(share: Share) -> training.Functions:
+    """Returns the functions of one device, as all axes change them together."""
     axes = axis.used(share.mesh)
     hooks = functools.reduce(operator.or_, (each.hooks(share) for each in axes))
-    scores = [score for each in axes if (score := each.score(share))]
-    if scores:  # one axis at most cuts the vocabulary
-        return hooks, scores[0]
-    return training.hooks_and_score(share.model, hooks)
+    scores = (each.score(share) for each in axes)  # one axis at most cuts the vocabulary
+    return training.functions(share.config, hooks, next(filter(None, scores), None))
 
 
-def _by_hand(share: Share, cut: Callable[[GradFn], GradFn]) -> Ways:
+def _by_hand(share: Share) -> Ways:
     """Returns what `_ways` returns: collectives are written out inside `jax.shard_map`."""
     from course_lib.many_devices import data_parallel
 
-    hooks, score = _hooks_and_score(share)
-    loss_fn = training.loss_of(share.model, hooks, score)
+    own = _functions(share)
+    loss_fn = own.loss_fn
     for each in axis.used(share.mesh):
         if each.own:
             loss_fn = data_parallel.divided(loss_fn, each.name, each.own)
@@ -249,7 +244,7 @@ def _by_hand(share: Share, cut: Callable[[GradFn], GradFn]) -> Ways:
         param_specs=share.params,
         grad_specs=share.grads,
         stage=share.strategy.zero,
-        cut=cut,
+        cut=own.in_minibatches,
     )
     return loss_fn, gradient_fn, data_parallel.loss(loss_fn, share.mesh, share.params)
 
@@ -259,12 +254,12 @@ def _in_a_pipeline(share: Share) -> Ways:
     from course_lib.many_devices.pipeline_parallel import pipeline, schedules
 
     mesh, strategy = share.mesh, share.strategy
-    hooks, score = _hooks_and_score(share)
+    own = _functions(share)
     schedule = schedules.make(
         strategy.schedule, mesh.shape["pipe"], strategy.microbatches, strategy.chunks
     )
-    runs = transformer.parts(share.model, hooks), mesh, share.params, schedule
-    loss_fn = pipeline.loss_of_head(runs[0], score)
+    runs = transformer.parts(share.model, own.hooks), mesh, share.params, schedule
+    loss_fn = pipeline.loss_of_head(runs[0], own.score)
     return (
         loss_fn,
         lambda loss_fn: pipeline.gradient(loss_fn, *runs, share.grads),
@@ -272,7 +267,7 @@ def _in_a_pipeline(share: Share) -> Ways:
     )
 
 
-def _by_compiler(share: Share, cut: Callable[[GradFn], GradFn]) -> Ways:
+def _by_compiler(share: Share) -> Ways:
     """Returns what `_ways` returns: the program of one device, with sharding constraints."""
     mesh, strategy = share.mesh, share.strategy
     rules = activation_rules(mesh, strategy.sequence)
@@ -292,7 +287,7 @@ def _by_compiler(share: Share, cut: Callable[[GradFn], GradFn]) -> Ways:
 
         specs = data_parallel.of_layer(share.grads, share.model.scan_layers)
         hooks |= Hooks(layer=data_parallel.constrain_layers(specs, mesh))
-    loss_fn, placed = training.loss_of(share.model, hooks), sharding.place(share.grads, mesh)
+    own, placed = training.functions(share.config, hooks), sharding.place(share.grads, mesh)
 
     def gradient_fn(loss_fn: LossFn) -> GradFn:
         grad_fn = gradient_accumulation.gradient(loss_fn)
@@ -301,6 +296,6 @@ def _by_compiler(share: Share, cut: Callable[[GradFn], GradFn]) -> Ways:
             grads, metrics = grad_fn(params, batch, rng)
             return jax.lax.with_sharding_constraint(grads, placed), metrics
 
-        return cut(constrained)
+        return own.in_minibatches(constrained)
 
-    return loss_fn, gradient_fn, loss_fn
+    return own.loss_fn, gradient_fn, own.loss_fn

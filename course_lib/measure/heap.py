@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from course_lib import extras
 from course_lib.measure import hlo, origin
 from course_lib.measure.program import NO_PLAN, Program, with_plan
 from course_lib.measure.units import MIB
@@ -75,7 +76,8 @@ def heap(step: Any) -> Heap:
 def memory_viewer(proto: bytes) -> dict[str, Any]:
     """Returns the memory viewer's own table, sizes in MiB, for a program (`HloProto`)."""
     # Imported here only: it takes a second. `environment` has set its level of logging.
-    from xprof.convert import raw_to_tool_data
+    with extras.needed("profile"):
+        from xprof.convert import raw_to_tool_data
 
     with tempfile.TemporaryDirectory() as name:
         # The viewer looks for the program of a profile beside it. This one has no times.

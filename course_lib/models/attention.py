@@ -9,7 +9,7 @@ queries and keys (Vaswani et al., 2017, https://arxiv.org/abs/1706.03762). The i
 import ctypes.util
 import importlib.util
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,27 @@ from course_lib.measure import hardware
 from course_lib.measure.hardware import Accelerator, GpuTarget
 from course_lib.one_device import mixed_precision
 
-IMPLEMENTATIONS = (
-    "reference",  # written out in this file; the softmax in a dtype of choice
-    "blocks",  # like reference, for one block of queries at a time, without the keys after it
-    "xla",  # jax.nn.dot_product_attention, left to XLA
-    "cudnn",  # flash attention of NVIDIA's cuDNN, through jax.nn.dot_product_attention
-    "flash",  # notebook 16's: a kernel on NVIDIA GPUs, the same tiles in JAX elsewhere
-)
+
+class Implementation(NamedTuple):
+    """What an implementation of attention can do."""
+
+    written_out: bool = False  # in this file; the softmax in a dtype of choice
+    fused: bool = False  # one kernel, which never stores the scores
+    on_mesh: bool = True  # whether a compiler knows how to divide it over devices
+    along_length: bool = False  # also along the sequence
+
+
+IMPLEMENTATIONS = {
+    "reference": Implementation(written_out=True, along_length=True),
+    # like reference, for one block of queries at a time, without the keys after it
+    "blocks": Implementation(written_out=True),
+    # jax.nn.dot_product_attention, left to XLA
+    "xla": Implementation(along_length=True),
+    # flash attention of NVIDIA's cuDNN, through jax.nn.dot_product_attention
+    "cudnn": Implementation(fused=True),
+    # notebook 16's: a kernel on NVIDIA GPUs, the same tiles in JAX elsewhere
+    "flash": Implementation(fused=True, on_mesh=False),
+}
 
 # Queries per block of "blocks". On average it skips half of the keys, less half a block.
 BLOCK = 64
@@ -54,7 +68,7 @@ def why_unavailable(
             f"xla attention asks for products of bfloat16 numbers, and the {accelerator.title}"
             " has no unit for them: use 'reference' or 'blocks', or dtype 'float16'"
         )
-    if implementation in ("cudnn", "flash") and old:
+    if IMPLEMENTATIONS[implementation].fused and old:
         return (
             f"{implementation} attention needs compute capability 8.0 (A100, A5000 or newer), "
             f"the {accelerator.title} has less: use 'reference' or 'blocks'"
@@ -91,7 +105,7 @@ def errors(
 ) -> Iterator[str]:
     """Yields what an implementation cannot do on any accelerator."""
     dtype, softmax_dtype = jnp.dtype(dtype).name, jnp.dtype(softmax_dtype).name
-    if implementation not in ("reference", "blocks") and softmax_dtype != "float32":
+    if softmax_dtype != "float32" and not IMPLEMENTATIONS[implementation].written_out:
         yield (
             f"softmax_dtype={softmax_dtype!r} must be 'float32' for"
             f" attention={implementation!r}; 'reference' and 'blocks' have others"
@@ -129,7 +143,7 @@ def attend(
     arguments.refuse(errors(implementation, **asked, head_dim=width))
     if reason := _why_not_installed(implementation):
         raise ValueError(f"attention={implementation!r} cannot be had: {reason}")
-    if implementation in ("reference", "blocks"):
+    if IMPLEMENTATIONS[implementation].written_out:
         if (groups := key.shape[2]) != heads:
             key, value = (jnp.repeat(x, heads // groups, axis=2) for x in (key, value))
         if implementation == "blocks" and causal:

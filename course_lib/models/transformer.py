@@ -28,7 +28,7 @@ from course_lib.models.configuration import check
 from course_lib.models.hooks import Hooks
 from course_lib.models.layers import Key, Params
 from course_lib.models.products import with_products
-from course_lib.text import data
+from course_lib.text import batches
 
 PyTree = Any
 
@@ -176,7 +176,7 @@ def _check_tokens(tokens, vocab_size):
     if isinstance(tokens, jax.core.Tracer):
         return
     if getattr(tokens, "is_fully_addressable", True):
-        data.check_tokens(np.asarray(tokens), vocab_size)
+        batches.check_tokens(np.asarray(tokens), vocab_size)
 
 
 def num_params(params: PyTree) -> int:

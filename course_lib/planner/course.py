@@ -21,7 +21,9 @@ from course_lib.many_devices.options import Strategy
 from course_lib.many_devices.pipeline_parallel import schedules, slots
 from course_lib.many_devices.pipeline_parallel.schedules import Schedule
 from course_lib.models import routing
+from course_lib.models.attention import IMPLEMENTATIONS
 from course_lib.models.parameters import mlp_width
+from course_lib.optimizers import OPTIMIZERS
 from course_lib.planner import events, memory, price
 from course_lib.planner.plan import Leaf, Plan, Shape, Step
 from course_lib.planner.price import Breakdown
@@ -119,7 +121,7 @@ def plan_of(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) -> 
         chunks=strategy.chunks,
         zero=0 if sharded else strategy.zero,
         recompute=_recomputed(model, strategy),
-        fused_attention=model.attention in ("cudnn", "flash"),
+        fused_attention=IMPLEMENTATIONS[model.attention].fused,
         sequence_parallel=strategy.sequence,
         tensor_overlap=strategy.overlap != "none",
         sums_each_microbatch=stored,
@@ -129,7 +131,8 @@ def plan_of(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) -> 
         embedding_bytes=stored,
         ring_gradient_bytes=4,
         update_bytes=_update_bytes(config),
-        muon=(config.optimizer.name == "muon") * (2 + (config.optimizer.weight_decay > 0)),
+        muon=OPTIMIZERS[config.optimizer.name].whole
+        * (2 + (config.optimizer.weight_decay > 0)),
         dtype=model.dtype,
         schedule=_schedule(strategy, axes["pipe"]) if "pipe" in axes else None,
         chunked_loss=model.loss_chunks > 1,
@@ -236,9 +239,9 @@ def _check_stacks(config: ConfigDict, axes: Mapping[str, int], strategy: Strateg
     cut, layers = math.prod(axes.get(axis, 1) for axis in cutting), config.model.num_layers
     parts = cut * axes.get("pipe", 1)
     divided = config.model.scan_layers and layers % parts == 0
-    if config.optimizer.name == "muon" and cut > 1 and not divided:
+    if OPTIMIZERS[name := config.optimizer.name].whole and cut > 1 and not divided:
         raise ValueError(
-            f"optimizer.name='muon' must have scanned layers, a multiple of {parts}, for an"
+            f"optimizer.name={name!r} must have scanned layers, a multiple of {parts}, for an"
             " estimate: no formula here counts what the compiler sends for matrices that stay"
             f" cut; take model.num_layers={arguments.nearest(layers, parts)} and"
             " model.scan_layers=True"

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from course_lib import arguments, fields, files
+from course_lib import arguments, extras, fields, files
 from course_lib.models import parameters
 from course_lib.models.configuration import MODEL
 from course_lib.text import data
@@ -156,7 +156,8 @@ def _stored(
 
 def _tensors(folder: pathlib.Path, family: Family) -> dict[str, tuple[Any, str]]:
     """Returns the file of each tensor, and its name there."""
-    import safetensors
+    with extras.needed("training"):
+        import safetensors
 
     index, names = folder / "model.safetensors.index.json", {"model.safetensors"}
     try:
@@ -205,7 +206,8 @@ def export(run: Any, folder: Folder) -> str:
     """Writes the model and tokenizer of a `trained.Trained` into a new folder, and returns its
     class in `transformers`. Raises a ValueError if the folder exists, or no class fits.
     """
-    import safetensors.numpy
+    with extras.needed("training"):
+        import safetensors.numpy
 
     folder, m = pathlib.Path(folder), run.config.model
     if folder.exists():

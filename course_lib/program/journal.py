@@ -25,13 +25,14 @@ import time
 from collections.abc import Iterator
 from typing import IO, Any
 
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.record_writer import RecordWriter
-from tqdm import tqdm
-
-from course_lib import files
+from course_lib import extras, files
 from course_lib.measure.units import GIB
+
+with extras.needed("training"):
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.record_writer import RecordWriter
+    from tqdm import tqdm
 
 FILES = ("metrics", "samples", "times")
 # Leaves room for the text of a line in 80 columns.

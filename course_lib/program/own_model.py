@@ -60,7 +60,7 @@ def builder(
         step = training.make_train_step(
             loss_fn,
             optimizer,
-            **training.minibatches(config),
+            gradient_fn=training.functions(config).gradient,
             donate=config.training.donate,
             skip_not_finite=config.run.non_finite == "skip",
             out_shardings=everywhere,

@@ -13,7 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from IPython.display import Markdown, display
+
+from course_lib import extras
+
+with extras.needed("pictures"):
+    from IPython.display import Markdown, display
 
 OLDEST_JAX = "0.7.2"
 LINE = 96  # characters that fit into a cell of JupyterLab

@@ -23,13 +23,15 @@ import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import grain
 import jax
 import numpy as np
 from jaxtyping import Integer
 
-from course_lib import files
+from course_lib import extras, files
 from course_lib.text import data
+
+with extras.needed("training"):
+    import grain
 
 AHEAD = 2  # batches prefetched beyond the one that `next` returns; each takes device memory
 State = dict[str, Any]

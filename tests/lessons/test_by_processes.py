@@ -14,7 +14,8 @@ from course_lib.lessons import by_processes, tiny_transformer
 def test_several_processes_compute_the_gradient_of_one_device(processes):
     params, inputs, labels = by_processes.example()
     with jax.default_matmul_precision("highest"):
-        loss, grads = jax.value_and_grad(tiny_transformer.mean_loss)(params, inputs, labels)
+        gradient = jax.jit(jax.value_and_grad(tiny_transformer.mean_loss))
+        loss, grads = gradient(params, inputs, labels)
     its_loss, its_grads = by_processes.run(processes)
     np.testing.assert_allclose(its_loss, loss, rtol=1e-6)
     assert set(its_grads) == set(grads)

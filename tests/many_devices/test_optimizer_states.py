@@ -34,7 +34,8 @@ def config_of(name, **options):
     config.model.update(
         num_layers=2, hidden_size=128, vocab_size=128, num_outputs=128, max_seq_len=8
     )
-    config.model.scan_layers = True
+    # without biases there are half as many arrays to compile an update for
+    config.model.update(scan_layers=True, use_bias=False)
     config.data.update(batch_size=8, seq_len=8)
     config.optimizer.update(name=name, block_size=32, schedule="constant", clip_norm=0.0)
     if not optimizers.OPTIMIZERS[name].decays:
@@ -50,7 +51,7 @@ def mesh():
 @functools.cache
 def parameters():
     """Returns the parameters that each optimizer begins with."""
-    init = training.functions(config_of("adamw"))[2]
+    init = training.functions(config_of("adamw")).init
     return jax.jit(lambda key: init(key).params)(jax.random.key(0))
 
 
@@ -69,13 +70,13 @@ def second_update(config, place):
     """
     optimizer = optimizers.from_config(config.optimizer)
     params = parameters()
-    state = optimizer.init(params)
-    update, (params, state) = None, place(params, state)
+    params, state = place(params, jax.jit(optimizer.init)(params))
     step = jax.jit(optimizer.update)
     for number in (1, 2):
         grads, _ = place(gradients(number), None)
-        update, state = step(grads, state, params)
-    return update, state, step.lower(grads, state, params).compile()
+        compiled = step.lower(grads, state, params).compile()
+        update, state = compiled(grads, state, params)
+    return update, state, compiled
 
 
 def divided(config):
@@ -90,7 +91,7 @@ def divided(config):
 
 
 @pytest.mark.parametrize(
-    "name", [slow(n) if n in ("adamw", "adamw_bf16", "lion") else n for n in NAMES]
+    "name", [n if n in ("adamw_8bit", "adafactor") else slow(n) for n in NAMES]
 )
 def test_divided_over_devices_an_optimizer_makes_the_updates_of_one_device(name):
     config, tolerance = config_of(name), optimizers.OPTIMIZERS[name].tolerance
@@ -139,7 +140,7 @@ def test_muon_makes_the_updates_of_one_device_on_whole_matrices_of_stacked_layer
     axes, zero, scanned
 ):
     config = one_device.small(**MUON, **{"model.scan_layers": scanned})
-    params = jax.jit(lambda key: training.functions(config)[2](key).params)(jax.random.key(0))
+    params = jax.jit(lambda key: training.functions(config).init(key).params)(jax.random.key(0))
     leaves, tree = jax.tree.flatten(params)
     normal = np.random.default_rng(0).standard_normal
     grads = tree.unflatten([normal(leaf.shape, np.float32) for leaf in leaves])

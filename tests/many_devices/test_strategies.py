@@ -28,7 +28,7 @@ def minibatches(number):
     return {"training.num_minibatches": number}
 
 
-# Twelve programs meet every code path: one device cannot tell them from itself. The others add
+# Ten programs meet every code path: one device cannot tell them from itself. The others add
 # sizes and pairs.
 CASES = [
     (dict(data=4), Strategy(zero=2), minibatches(2)),
@@ -37,7 +37,7 @@ CASES = [
     (dict(data=2, context=2, tensor=2), Strategy(zero=3), TOKENS),
     (dict(data=1, tensor=4), Strategy(sequence=True, overlap="one-way"), {}),
     (dict(data=2, tensor=4), Strategy(zero=3, sequence=True, overlap="two-way"), {}),
-    (dict(data=2, tensor=2), Strategy(zero=3, sequence=True, gather_again=False), {}),
+    slow(dict(data=2, tensor=2), Strategy(zero=3, sequence=True, gather_again=False), {}),
     (dict(data=1, pipe=2, tensor=2), Strategy(microbatches=2), VOCABULARY),
     (dict(data=2, expert=2), Strategy(zero=3), EXPERTS | minibatches(2)),
     (dict(data=2, tensor=2), Strategy(by="compiler", sequence=True), TOKENS),
@@ -46,7 +46,7 @@ CASES = [
         Strategy(zero=3, sequence=True, overlap="one-way"),
         one_device.LLAMA,
     ),
-    (dict(data=1, pipe=2, tensor=2), Strategy(microbatches=2), one_device.UNTIED),
+    slow(dict(data=1, pipe=2, tensor=2), Strategy(microbatches=2), one_device.UNTIED),
     slow(dict(data=2, tensor=2), Strategy(zero=2), one_device.LLAMA | VOCABULARY),
     slow(dict(data=2, tensor=2), Strategy(by="compiler", zero=3), one_device.LLAMA),
     slow(dict(data=2, context=2), Strategy(zero=1), one_device.LLAMA | BLOCK),

@@ -45,7 +45,7 @@ def on_devices(fn, in_specs, out_specs, n=4):
 
 @pytest.mark.parametrize(
     ("sequence", "parallel", "chunks"),
-    [(False, False, 4), (False, True, 1), (True, False, 4), (True, True, 1)],
+    [(False, False, 4), slow(False, True, 1), slow(True, False, 4), (True, True, 1)],
 )
 def test_a_block_sums_two_residuals_in_each_pass_and_a_parallel_block_one(
     sequence, parallel, chunks

@@ -80,7 +80,7 @@ def skip_where_recomputed_keys_are_sent_once(size, remat):
 
 @pytest.mark.parametrize(
     "index",
-    [i if i < 7 else slow(i) for i in range(len(CASES))],
+    [i if i < 7 and i != 1 else slow(i) for i in range(len(CASES))],
     ids=lambda i: "-".join(f"{a}{n}" for a, n in CASES[i][0].items()),
 )
 def test_a_device_holds_and_sends_along_each_axis_what_the_formula_says(index):
@@ -266,7 +266,7 @@ def test_memory_is_that_of_a_compiled_step_within_a_fifth(axes, chosen, changes)
     whole = large(**changes)
     grid = meshes.make(axes, virtual.devices("h100", math.prod(axes.values())))
     run = strategies.build(whole, grid, chosen)
-    found = measure.memory(run.train_step.lower(*run.abstract()).compile(QUICK))
+    found = measure.memory(virtual.compile(run.train_step.lower(*run.abstract())))
     expected = planner.estimate(whole, axes, chosen, h100s(axes))
     assert found.arguments == pytest.approx(expected.arguments, rel=1e-3)
     # what XLA keeps in branches is its own choice

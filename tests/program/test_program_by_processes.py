@@ -8,6 +8,7 @@ import time
 
 import jax
 import pytest
+from slow_cases import slow
 from small_run import assert_same_losses, assert_same_run, stored_configuration
 from started import losses
 
@@ -61,7 +62,7 @@ def test_processes_that_are_told_different_things_end_at_once_and_say_which(prog
     assert not (programs.folder / "unlike" / "metrics.jsonl").exists()
 
 
-ENDS = [(signal.SIGINT, "Ctrl-C", 130), (signal.SIGHUP, "SIGTERM", 75)]
+ENDS = [(signal.SIGINT, "Ctrl-C", 130), slow(signal.SIGHUP, "SIGTERM", 75)]
 
 
 @pytest.mark.parametrize(("number", "why", "code"), ENDS)

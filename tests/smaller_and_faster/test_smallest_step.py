@@ -1,15 +1,20 @@
 """A backward pass by hand gives the gradient of autodiff, and holds one tree of gradients."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import one_device
+import optax
 import pytest
+from ml_collections import FrozenConfigDict
 from slow_cases import slow
 
 from course_lib import configs, measure, training
 from course_lib.lessons import check
 from course_lib.many_devices import meshes, strategies
+from course_lib.one_device import mixed_precision
 from course_lib.smaller_and_faster import smallest_step
 from course_lib.text.data import Batch
 
@@ -48,10 +53,8 @@ def gradients(*cases, batch=None):
     """Returns gradients and metrics of each configuration, for the same parameters."""
 
     def compute(params, batch, rng):
-        runs = [training.build(config) for config in cases]
-        return [
-            training.gradient_from(run.config)(run.loss_fn)(params, batch, rng) for run in runs
-        ]
+        each = [training.functions(FrozenConfigDict(config)) for config in cases]
+        return [one.gradient(one.loss_fn)(params, batch, rng) for one in each]
 
     batch = batch_of(cases[0]) if batch is None else batch
     with jax.default_matmul_precision("highest"):
@@ -81,7 +84,9 @@ CASES = {
 }
 
 
+# What a layer computes is no matter of the backward pass: one model with all options is enough.
 SLOW = ("one minibatch", "a loop", "dropout", "values are kept by name")
+SLOW += ("flash attention", "parallel blocks")
 
 
 @pytest.mark.parametrize("name", [slow(each) if each in SLOW else each for each in CASES])
@@ -184,6 +189,24 @@ def test_weights_are_not_saved_for_the_backward_pass():
     stack, x = jnp.ones((5, 16, 16)), jnp.ones((4, 16))
     _, saved, _ = smallest_step.forward_and_saved(jax.checkpoint(layer), stack, x, None)
     assert [leaf.shape for leaf in saved] == [(5, 4, 16)]
+
+
+@pytest.mark.parametrize("changed", ["loss", "policy", "loss scale"])
+def test_what_the_backward_pass_by_hand_would_ignore_is_refused(changed):
+    functions = training.functions(FrozenConfigDict(config_of()))
+    loss_fn, options, optimizer = functions.loss_fn, {}, optax.sgd(0.1)
+    state = jax.eval_shape(functions.init, jax.random.key(0))
+    if changed == "loss":
+        loss_fn = training.next_token_loss(lambda params, tokens, rng: None)
+    elif changed == "policy":
+        options = dict(policy=mixed_precision.policy("bfloat16"))
+    else:
+        state = dataclasses.replace(state, loss_scale=mixed_precision.loss_scale("static"))
+    step = training.make_train_step(
+        loss_fn, optimizer, gradient_fn=functions.gradient, **options
+    )
+    with pytest.raises(ValueError, match="backward='in_place' must be 'autodiff' for another"):
+        step.lower(state, batch_of(config_of()))
 
 
 def test_several_devices_are_refused():

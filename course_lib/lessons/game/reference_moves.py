@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from course_lib.lessons.game import model, score
 from course_lib.lessons.game.score import Score
 from course_lib.measure import hardware, recorded
@@ -32,7 +30,7 @@ def _refuse(name: str) -> dict[str, Any]:
     raise ValueError(f"name={name!r} cannot be computed here: run tools/draw_game.py")
 
 
-def picture(moves: Sequence[Score]) -> Figure:
+def picture(moves: Sequence[Score]) -> Any:
     """Draws moves for one GPU, numbered from 0, the first step."""
     gpu = moves[0].gpu if moves else "a5000"
     return figures.rungs(

@@ -1,18 +1,16 @@
 """The submissions so far, in a file that outlives the notebook's kernel.
 
-The file is `$COURSE_SCOREBOARD`, or `game.json` in the course's cache folder. A test run has a
-temporary one of its own. On Colab, put it on your Drive to keep it for more than a day.
+The file is `$COURSE_SCOREBOARD`, or `game.json` beside the exercises that are done.
 """
 
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import pathlib
-import tempfile
 
 from course_lib import files
+from course_lib.lessons import done
 from course_lib.lessons.game.score import Score
 
 
@@ -20,14 +18,7 @@ def path() -> pathlib.Path:
     """Returns the scoreboard's file, which need not exist."""
     if named := os.environ.get("COURSE_SCOREBOARD"):
         return pathlib.Path(named).expanduser()
-    if "PYTEST_VERSION" in os.environ:
-        return _temporary_folder() / "game.json"
-    return files.cache_folder() / "game.json"
-
-
-@functools.cache
-def _temporary_folder() -> pathlib.Path:
-    return pathlib.Path(tempfile.mkdtemp(prefix="course_game_"))
+    return done.path("game.json")
 
 
 def read() -> list[Score]:

@@ -79,7 +79,7 @@ def loss(
 
     def on_one_device(params: PyTree, batch: PyTree, rng: Any) -> tuple[Array, PyTree]:
         state = _execute(loss_fn, parts, slots.forward(schedule), params, batch, rng)
-        metrics = jax.lax.psum(state["metrics"], ("data", AXIS))
+        metrics = jax.lax.psum(state.metrics, ("data", AXIS))
         total, count = metrics["loss"]
         return total / gradient_accumulation.nonzero(count), metrics
 
@@ -116,11 +116,11 @@ def count(
 
     def on_one_device(params: PyTree, batch: PyTree, rng: Any) -> tuple[PyTree, PyTree, PyTree]:
         state = _execute(loss_fn, parts, schedule, params, batch, rng)
-        idle = len(schedule.table[0]) - state["taken"].sum()
-        taken = state["taken"].at[0].set(idle)[:, None]
+        idle = len(schedule.table[0]) - state.taken.sum()
+        taken = state.taken.at[0].set(idle)[:, None]
         counts = {
             "slots": dict(zip(slots.program(schedule).kinds, taken, strict=True)),
-            "peak_live": state["peak"][None],
+            "peak_live": state.peak[None],
         }
         return *_sum(state, params, param_specs, grad_specs), counts
 
@@ -155,6 +155,43 @@ def _execute(
 ) -> stage.State:
     """Executes a schedule on one device; returns its state, not yet summed over devices."""
     program = slots.program(schedule)
+    device, x = _device(loss_fn, parts, schedule, params, batch, rng)
+    runs = {"F": device.forward, "B": device.backward, "W": device.weight_gradient}
+    if "B" not in program.kinds:
+        runs["F"] = device.evaluate
+
+    def slot(state: stage.State, op: PyTree) -> tuple[stage.State, None]:
+        for number, kind in enumerate(program.kinds[1:], 1):
+
+            def run(
+                state: stage.State, turn: Array, number: int = number, kind: str = kind
+            ) -> stage.State:
+                taken = state.taken.at[number].add(1)
+                return runs[kind](state.replace(taken=taken), stage.at(turn, op))
+
+            state = stage.only_if(op["kind"] == number, run, state, kind)
+        activation, gradient = shift(state.to_next, AXIS, 1), shift(state.to_previous, AXIS, -1)
+        return state.replace(
+            inbox=stage.put(state.inbox, op["inbox_put"], activation),
+            gradient=stage.put(state.gradient, op["gradient_put"], gradient),
+        ), None
+
+    rows = {
+        name: jnp.asarray(column)[jax.lax.axis_index(AXIS)]
+        for name, column in program.columns.items()
+    }
+    return jax.lax.scan(slot, _first_state(device, program, x), rows)[0]
+
+
+def _device(
+    loss_fn: LossFn,
+    parts: Parts,
+    schedule: Schedule,
+    params: PyTree,
+    batch: PyTree,
+    rng: Any,
+) -> tuple[stage.Device, Array]:
+    """Returns a device's model and data, and an activation of zeros."""
     params, batch = vary(params, ("data", AXIS)), vary(batch, AXIS)
     params = {
         part: {name: params[name] for name in names if name in params}
@@ -171,14 +208,12 @@ def _execute(
         key = None if rng is None else jax.random.split(parts.own_key(rng), per_chunk)[i]
         return parts.layer(weights["block"], x, key)
 
-    weights = stage.take(params["layers"], 0)
     first = jnp.zeros((), jnp.int32)
-    cut = split.split(layer, weights, nothing, first, rng)
     device = stage.Device(
         embed=parts.embed,
         layer=layer,
         loss_fn=loss_fn,
-        split=cut,
+        split=split.split(layer, stage.take(params["layers"], 0), nothing, first, rng),
         params=params,
         per_chunk=per_chunk,
         batch=batch,
@@ -186,67 +221,41 @@ def _execute(
         rng=rng,
         last=schedule.stages * schedule.chunks - 1,
     )
-    backward = "B" in program.kinds
-    runs = {"F": device.forward if backward else device.evaluate}
-    runs |= {"B": device.backward, "W": device.weight_gradient}
+    return device, nothing
 
-    def slot(state: stage.State, op: PyTree) -> tuple[stage.State, None]:
-        for number, kind in enumerate(program.kinds[1:], 1):
 
-            def run(
-                state: stage.State, turn: Array, number: int = number, kind: str = kind
-            ) -> stage.State:
-                taken = state["taken"].at[number].add(1)
-                return runs[kind](state | {"taken": taken}, stage.at(turn, op))
+def _first_state(device: stage.Device, program: slots.Program, x: Array) -> stage.State:
+    """Returns zeros and empty buffers; `x` is an activation."""
+    zeros, sizes, params = stage.zeros_like, program.sizes, device.params
+    sums = zeros(lambda: jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params))
 
-            state = stage.only_if(op["kind"] == number, run, state, kind)
-        state = dict(state)
-        for name, source, distance in (
-            ("inbox", "to_next", 1),
-            ("gradient", "to_previous", -1),
-        ):
-            arrived = shift(state[source], AXIS, distance)
-            state[name] = stage.put(state[name], op[f"{name}_put"], arrived)
-        return state, None
+    def metrics() -> PyTree:
+        batch = dataclasses.replace(stage.take(device.batch, 0), inputs=x)
+        return device.loss_fn(params["head"], batch, None)[1]
 
-    sizes = program.sizes
-    state = {
-        "grads": stage.zeros_like(
-            lambda: jax.tree.map(lambda x: x.astype(jnp.float32), params)
-        ),
-        "metrics": stage.zeros_like(
-            lambda: loss_fn(
-                params["head"],
-                dataclasses.replace(stage.take(batch, 0), inputs=nothing),
-                None,
-            )[1]
-        ),
-        "to_next": nothing,
-        "to_previous": nothing,
-        "inbox": stage.zeros_like(lambda: nothing, sizes["inbox"]),
-        "gradient": stage.zeros_like(lambda: nothing, sizes["gradient"]),
-        "taken": vary(jnp.zeros(len(program.kinds), jnp.int32), AXIS),
-        "live": vary(jnp.zeros(sizes["stash"], bool), AXIS),  # which of the stash's slots
-        "peak": vary(jnp.zeros((), jnp.int32), AXIS),  # most of them at once so far
-    }
-    if backward:
+    def waiting() -> tuple[Any, Any]:
+        weights, rest = stage.take(params["layers"], 0), (jnp.zeros((), jnp.int32), device.rng)
+        _, saved = device.split.forward(weights, x, *rest)
+        return saved, device.split.backward(weights, saved, x, *rest)[1]
 
-        def waiting() -> tuple[Any, Any]:
-            _, saved = cut.forward(weights, nothing, first, rng)
-            _, passed = cut.backward(weights, saved, nothing, first, rng)
-            return saved, passed
-
-        state |= {
-            "stash": stage.zeros_like(lambda: waiting()[0], sizes["stash"] * per_chunk),
-            "output": stage.zeros_like(lambda: nothing, sizes["stash"]),
-            "passed": stage.zeros_like(lambda: waiting()[1], sizes["passed"] * per_chunk),
-        }
-    rows = {
-        name: jnp.asarray(column)[jax.lax.axis_index(AXIS)]
-        for name, column in program.columns.items()
-    }
-    state, _ = jax.lax.scan(slot, state, rows)
-    return state
+    state = stage.State(
+        grads=sums,
+        metrics=zeros(metrics),
+        to_next=x,
+        to_previous=x,
+        inbox=zeros(lambda: x, sizes["inbox"]),
+        gradient=zeros(lambda: x, sizes["gradient"]),
+        taken=vary(jnp.zeros(len(program.kinds), jnp.int32), AXIS),
+        live=vary(jnp.zeros(sizes["stash"], bool), AXIS),
+        peak=vary(jnp.zeros((), jnp.int32), AXIS),
+    )
+    if "B" not in program.kinds:
+        return state
+    return state.replace(
+        stash=zeros(lambda: waiting()[0], sizes["stash"] * device.per_chunk),
+        output=zeros(lambda: x, sizes["stash"]),
+        passed=zeros(lambda: waiting()[1], sizes["passed"] * device.per_chunk),
+    )
 
 
 def _sum(
@@ -255,13 +264,13 @@ def _sum(
     """Sums gradients and metrics over devices; over stages only those of embedding and head."""
     from course_lib.many_devices.data_parallel import sum_over_devices
 
-    sums = {name: leaf for part in state["grads"].values() for name, leaf in part.items()}
+    sums = {name: leaf for part in state.grads.values() for name, leaf in part.items()}
     grads = jax.tree.map(lambda sum, param: sum.astype(param.dtype), sums, params)
-    shared = {name: grads[name] for part in ("embed", "head") for name in state["grads"][part]}
+    shared = {name: grads[name] for part in ("embed", "head") for name in state.grads[part]}
     grads |= jax.lax.psum(shared, AXIS)
     return (
         sum_over_devices(grads, param_specs, grad_specs),
-        jax.lax.psum(state["metrics"], ("data", AXIS)),
+        jax.lax.psum(state.metrics, ("data", AXIS)),
     )
 
 

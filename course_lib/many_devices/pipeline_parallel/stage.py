@@ -25,7 +25,6 @@ from course_lib.many_devices.pipeline_parallel.split import Split
 from course_lib.one_device.gradient_accumulation import LossFn, nonzero
 
 PyTree = Any
-State = dict[str, Any]
 
 PARTS = {
     "embed": ("embed", "pos_emb"),
@@ -33,6 +32,32 @@ PARTS = {
     "head": ("post_norm", "output_layer"),
 }
 """The parameters of each part of the model."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """What a device carries from one slot of time to the next. Buffers have a slot for each
+    value that waits (`slots`).
+    """
+
+    grads: PyTree  # float32 sums, by part
+    metrics: PyTree
+    to_next: Array  # an activation
+    to_previous: Array  # a gradient
+    inbox: Array  # buffer of activations that have arrived
+    gradient: Array  # buffer of gradients that have arrived
+    taken: Array  # how often each kind of op ran
+    live: Array  # which slots of the stash are in use
+    peak: Array  # the most of them at once so far
+    # None in a program without backwards: buffers of what F saves, layer by layer, of outputs,
+    # and of what B passes on to W
+    stash: PyTree = None
+    output: Array | None = None
+    passed: PyTree = None
+
+    def replace(self, **changes: Any) -> "State":
+        return dataclasses.replace(self, **changes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,67 +89,60 @@ class Device:
             return x, put_all(stash, self._place(op["stash"], i), saved)
 
         y, stash = jax.lax.fori_loop(
-            0, self.per_chunk, layer, (self._input(state, op), state["stash"])
+            0, self.per_chunk, layer, (self._input(state, op), state.stash)
         )
-        live = state["live"].at[op["stash"]].set(True)
-        return state | {
-            "stash": stash,
-            "output": put_all(state["output"], op["stash"], y),
-            "to_next": y,
-            "live": live,
-            "peak": jnp.maximum(state["peak"], live.sum()),
-        }
+        live = state.live.at[op["stash"]].set(True)
+        return state.replace(
+            stash=stash,
+            output=put_all(state.output, op["stash"], y),
+            to_next=y,
+            live=live,
+            peak=jnp.maximum(state.peak, live.sum()),
+        )
 
     def backward(self, state: State, op: PyTree) -> State:
         """Runs B, and on the last stage the head and the loss first, on the first stage the
         embedding's gradient last.
         """
-        rng, grads = self._rng(op), dict(state["grads"])
-        arrived = take(state["gradient"], op["gradient"]), grads["head"], state["metrics"]
+        rng, grads = self._rng(op), dict(state.grads)
+        arrived = take(state.gradient, op["gradient"]), grads["head"], state.metrics
         gradient, grads["head"], metrics = only_if(
             op["stage"] == self.last,
-            lambda carry, turn: self._from_loss(at(turn, op), state["output"], *carry[1:]),
+            lambda carry, turn: self._from_loss(at(turn, op), state.output, *carry[1:]),
             arrived,
         )
 
         def layer(back: Array, carry: tuple[Array, list[Array]]) -> tuple[Array, list[Array]]:
             gradient, waiting = carry
             i = self.per_chunk - 1 - back
-            saved = take(state["stash"], self._place(op["stash"], i))
+            saved = take(state.stash, self._place(op["stash"], i))
             gradient, passed = self.split.backward(
                 self._weights(op, i), saved, gradient, i, rng
             )
             return gradient, put_all(waiting, self._place(op["passed"], i), passed)
 
-        gradient, passed = jax.lax.fori_loop(
-            0, self.per_chunk, layer, (gradient, state["passed"])
-        )
+        gradient, passed = jax.lax.fori_loop(0, self.per_chunk, layer, (gradient, state.passed))
         grads["embed"] = only_if(
             op["stage"] == 0,
             lambda sums, turn: self._from_embedding(at(turn, op), sums, gradient),
             grads["embed"],
         )
-        return state | {
-            "grads": grads,
-            "metrics": metrics,
-            "passed": passed,
-            "to_previous": gradient,
-        }
+        return state.replace(grads=grads, metrics=metrics, passed=passed, to_previous=gradient)
 
     def weight_gradient(self, state: State, op: PyTree) -> State:
         """Runs W: adds the gradients of the stage's weights, in place."""
         rng = self._rng(op)
 
         def layer(i: Array, sums: PyTree) -> PyTree:
-            saved = take(state["stash"], self._place(op["stash"], i))
-            passed = take(state["passed"], self._place(op["passed"], i))
+            saved = take(state.stash, self._place(op["stash"], i))
+            passed = take(state.passed, self._place(op["passed"], i))
             new = self.split.weight_gradient(self._weights(op, i), saved, passed, i, rng)
             place = self._place(op["chunk"], i)
             return put_all(sums, place, add(take(sums, place), new))
 
-        sums = jax.lax.fori_loop(0, self.per_chunk, layer, state["grads"]["layers"])
-        live = state["live"].at[op["stash"]].set(False)
-        return state | {"grads": state["grads"] | {"layers": sums}, "live": live}
+        sums = jax.lax.fori_loop(0, self.per_chunk, layer, state.grads["layers"])
+        live = state.live.at[op["stash"]].set(False)
+        return state.replace(grads=state.grads | {"layers": sums}, live=live)
 
     def evaluate(self, state: State, op: PyTree) -> State:
         """Runs F of a program without backwards, which keeps nothing: on the last stage, it
@@ -142,8 +160,8 @@ class Device:
             microbatch, x = self._microbatch(at(turn, op)), y + turn.astype(y.dtype)
             return add(sums, self._loss(self.params["head"], microbatch, x)[1])
 
-        metrics = only_if(op["stage"] == self.last, with_loss, state["metrics"])
-        return state | {"metrics": metrics, "to_next": y}
+        metrics = only_if(op["stage"] == self.last, with_loss, state.metrics)
+        return state.replace(metrics=metrics, to_next=y)
 
     def _microbatch(self, op: PyTree) -> PyTree:
         return take(self.batch, op["microbatch"])
@@ -165,7 +183,7 @@ class Device:
             tokens = self._microbatch(at(turn, op)).inputs
             return self.embed(self.params["embed"], tokens)
 
-        return only_if(op["stage"] == 0, embedded, take(state["inbox"], op["inbox"]))
+        return only_if(op["stage"] == 0, embedded, take(state.inbox, op["inbox"]))
 
     def _loss(
         self, head: PyTree, microbatch: PyTree, activations: Array

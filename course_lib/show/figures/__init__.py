@@ -5,6 +5,8 @@ out. A picture's module is imported when the picture is first asked for.
 import importlib
 from typing import Any
 
+from course_lib import extras
+
 # The names of this package by the module that has them: a new picture is one name here.
 PICTURES = {
     "bars": "memory_bars memory_breakdown residuals roofline rungs",
@@ -28,7 +30,9 @@ __all__ = sorted(_MODULES)
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    with extras.needed("pictures"):
+        module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
+    globals()[name] = getattr(module, name)
     return globals()[name]
 
 

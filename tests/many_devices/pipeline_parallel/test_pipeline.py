@@ -211,7 +211,7 @@ def test_gradients_of_many_microbatches_in_bfloat16_add_up_as_those_of_one_devic
     )
     with jax.numpy_dtype_promotion("standard"):  # as Flax's LayerNorm needs it
         found, _ = one_device.jit(grad_fn)(rounded, one_device.batch(whole), None)
-        on_one = gradient_accumulation.gradient(training.loss_of(whole.model))
+        on_one = gradient_accumulation.gradient(training.functions(whole).loss_fn)
         alone, _ = one_device.jit(on_one)(rounded, one_device.batch(whole), None)
     assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype("bfloat16")}
 
