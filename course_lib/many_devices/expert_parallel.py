@@ -102,7 +102,7 @@ def travel(
         parts = rows.at[of_senders[me][:, None] + block[None]].get(mode="fill", fill_value=0)
         parts = jax.lax.all_to_all(parts, AXIS, split_axis=0, concat_axis=0, tiled=True)
         ends, place = arrive.cumsum(), jnp.arange(space)
-        sender = jnp.searchsorted(ends, place, side="right")  # n behind the last row
+        sender = (place[:, None] >= ends[None]).sum(axis=1)  # n behind the last row
         row = place - (ends - arrive)[sender]
         return parts.at[sender, row].get(mode="fill", fill_value=0)
 

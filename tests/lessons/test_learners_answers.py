@@ -208,7 +208,7 @@ def test_an_error_of_an_answer_is_repeated(capsys):
 def test_a_check_that_cannot_read_an_answer_says_so(capsys):
     broken = answers.exercise(lambda yours: yours.missing)
     assert "could not read" in answer(capsys, broken, 1)
-    assert "not 'four'" in answer(capsys, check.least_room, "four")
+    assert "not 'four'" in answer(capsys, check.dropped, "four", 0)
 
 
 def test_the_dtype_of_an_array_counts_and_that_of_a_number_does_not():

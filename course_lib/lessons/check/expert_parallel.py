@@ -9,7 +9,6 @@ from jax.sharding import PartitionSpec as P
 
 from course_lib.lessons.check.exercises import (
     Function,
-    Numbered,
     Numbers,
     Outcome,
     change,
@@ -105,24 +104,47 @@ dropped = Numbers(
 )
 
 
-class Room(Numbered):
-    """The percentages of tokens dropped with a factor, and with one place per expert fewer."""
-
-    less = property(lambda it: it.factor - 1 / 64)
-    lost = property(lambda it: percent_dropped(it.factor))
-    fewer = property(lambda it: percent_dropped(it.less))
+def offsets_of(counts, me):
+    """Returns where rows begin, how many they are, where they land, how many come."""
+    begins, lands = counts.cumsum(1) - counts, counts.cumsum(0) - counts
+    return begins[me], counts[me], lands[me], counts[:, me]
 
 
-least_room = Numbers(
-    "least_room",
-    lambda: {"factor": 1.12},
-    outcome=Room,
+class Offsets(Outcome):
+    parts = property(lambda it: [np.asarray(part).tolist() for part in it.result])
+    rights = property(lambda it: [np.asarray(part).tolist() for part in it.right])
+    sizes_differ = property(lambda it: it.parts[1::2] != it.rights[1::2])
+
+
+offsets = Function(
+    "offsets",
+    offsets_of,
+    cases=lambda: [
+        (jnp.array([[2, 0, 3], [1, 4, 1], [0, 5, 2]]), 1),
+        (jnp.array([[0, 6, 0, 1], [2, 0, 1, 3], [4, 1, 0, 2], [3, 2, 5, 0]]), 3),
+    ],
+    name="your result",
+    outcome=Offsets,
     rows={
-        "factor": {
-            "below 1": (0.9, lambda it: not it.factor >= 1),
-            "dropped": (1.03, lambda it: it.lost > 1),
-            "smaller": (1.14, lambda it: it.fewer <= 1),
-        }
+        "sizes": (
+            [
+                change("begins[me], counts[me]", "begins[me], counts[:, me]"),
+                change("counts[:, me]", "counts[me]"),
+            ],
+            lambda it: it.sizes_differ,
+        ),
+        "inclusive": [
+            change("cumsum(1) - counts", "cumsum(1)"),
+            change("cumsum(0) - counts", "cumsum(0)"),
+            change("cumsum(1) - counts", "cumsum(1)", "cumsum(0) - counts", "cumsum(0)"),
+        ],
+        "at home": change("lands[me]", "begins[me]"),
+        "arrivals": change("lands[me]", "lands[:, me]"),
+        "begin": (
+            change("begins[me]", "0 * begins[me]"),
+            lambda it: it.parts[0] != it.rights[0],
+        ),
+        "another": change("lands[me]", "0 * lands[me]"),
     },
 )
 
