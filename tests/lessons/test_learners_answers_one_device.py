@@ -247,6 +247,43 @@ def from_a_softmax(q, k, v, out, logsumexp, d_out):
     return jax.vjp(lambda q: jax.nn.softmax(q @ k.T / 2) @ v, q)[1](d_out)[0]
 
 
+def residual(w, x):
+    return x + jnp.tanh(x @ w)
+
+
+def add_by_index(total, w, x):
+    y, inputs = jax.lax.scan(lambda x, w: (residual(w, x), x), x, w)
+
+    def turn(k, carry):
+        dx, total = carry
+        i = len(w) - 1 - k
+        dw, dx = jax.vjp(residual, w[i], inputs[i])[1](dx)
+        return dx, total.at[i].add(dw)
+
+    return jax.lax.fori_loop(0, len(w), turn, (y, total))[1]
+
+
+def update_by_index(w, x):
+    y, inputs = jax.lax.scan(lambda x, w: (residual(w, x), x), x, w)
+
+    def turn(k, carry):
+        dx, w = carry
+        i = len(w) - 1 - k
+        dw, dx = jax.vjp(residual, w[i], inputs[i])[1](dx)
+        return dx, w.at[i].add(-0.1 * dw)
+
+    return jax.lax.fori_loop(0, len(w), turn, (y, w))[1]
+
+
+def half_of_the_layers(p, m, g):
+    Space, results = jax.memory.Space, []
+    for i in (0, 2):
+        part = slice(i, i + 2)
+        new = 0.9 * jax.device_put(m[part], Space.Device) + g[part]
+        results.append((p[part] - 0.1 * new, jax.device_put(new, Space.Host)))
+    return tuple(map(jnp.concatenate, zip(*results, strict=True)))
+
+
 RIGHT = [
     (check.loss_scale_range, (jnp.int32(6), np.int64(14))),
     (check.loss_scale_range, (2**6, 2**14)),
@@ -270,6 +307,9 @@ RIGHT = [
     (check.online_logsumexp, (by_logaddexp,)),
     (check.online_logsumexp, (lambda *args: jnp.stack(by_logaddexp(*args)),)),
     (check.window_pairs, (of_the_mask,)),
+    # the second one finds the arguments that the first one donates
+    *[(check.add_in_place, (jax.jit(add_by_index, donate_argnums=0),))] * 2,
+    (check.update_in_backward, (update_by_index,)),
 ]
 WRONG = [
     (check.loss_scale_range, (5.9, 14.9), "whole exponent"),
@@ -297,6 +337,7 @@ WRONG = [
     (check.one_pass, (by_the_library,), "4.0 products"),
     (check.query_gradient, (from_a_softmax,), "without a softmax"),
     (check.what_to_offload, (True,), "your function itself"),
+    (check.streamed_momentum, (half_of_the_layers,), "Several layers are fetched at once"),
 ]
 
 

@@ -95,6 +95,16 @@ def call(function: Any, *args: Any, hint: str) -> Any:
     return result
 
 
+def own(args: Any) -> Any:
+    """Returns a copy, since a learner's step may donate its arguments, which deletes them."""
+
+    def copied(leaf: Any) -> Any:
+        is_array = isinstance(leaf, jax.Array)
+        return jax.device_put(leaf, leaf.sharding, may_alias=False) if is_array else leaf
+
+    return jax.tree.map(copied, args)
+
+
 def run(function: Any, *args: Any) -> Any:
     """Calls the learner's function, which may return None."""
     require(callable(function), f"Pass your function itself, not {function!r}.")

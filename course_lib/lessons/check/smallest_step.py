@@ -69,6 +69,19 @@ class InPlace(Outcome):
         loops = {"scan", "while"} & set(self.primitives)
         return self.trees >= 0.9 and (loops or not virtual.why_unavailable())
 
+    @property
+    def has_stack(self):
+        """Whether a scan stacks an array of each layer that is as large as its weights."""
+        shapes = (
+            (out.aval.shape, of_turn.aval.shape)
+            for eqn in self.equations
+            if eqn.primitive.name == "scan"
+            for out, of_turn in zip(eqn.outvars, eqn.params["jaxpr"].jaxpr.outvars, strict=True)
+        )
+        # the carry has the same shape in each turn and at the end
+        stacked = [shape for shape, of_turn in shapes if shape != of_turn]
+        return self.has_trees and self.args[0].shape in stacked
+
 
 def arrays():
     """Returns a sum of gradients and layers, both [8 64 64], and activations [4 64]."""
@@ -129,9 +142,18 @@ update_in_backward = Function(
             "        dx = jax.vjp(layer, new[i] - 0.1 * dw, x)[1](dx)[1]",
         ),
         "another": change("-0.1", "-0.2"),
-        "trees": (
-            [lambda w, x: w - 0.1 * jax.grad(loss)(w, x), change("new[i], x)", "w[i], x)")],
-            lambda it: it.has_trees,
+        "stacked": (
+            [
+                lambda w, x: w - 0.1 * jax.grad(loss)(w, x),
+                change(
+                    "return (dx, new.at[i].add(-0.1 * dw)), None",
+                    "return (dx, new), new[i] - 0.1 * dw",
+                    "reverse=True)[0][1]",
+                    "reverse=True)[1]",
+                ),
+            ],
+            lambda it: it.has_stack,
         ),
+        "trees": (change("new[i], x)", "w[i], x)"), lambda it: it.has_trees),
     },
 )
