@@ -130,18 +130,12 @@ def changed_layer(config: ConfigDict, hooks: Hooks, name: str = "block") -> Laye
 
 
 def rematerialized(function: Callable[..., Any], name: str, config: ConfigDict) -> Any:
-    """Returns a part of a layer, rematerialized if `config.remat` holds its name.
-
-    `prevent_cse`: a compiler that sees the forward pass and its repetition merges them (common
-    subexpression elimination), which undoes the rematerialization. Unrolled layers need JAX's
-    barriers against that, and so does a scan of one layer, which XLA unrolls. Inside a longer
-    scan the two are in different loops and cannot be merged.
-    """
+    """Returns a part of a layer, rematerialized if `config.remat` holds its name."""
     if name not in config.remat:
         return function
-    policy = rematerialization.policy(config.remat_policy, config.remat_names)
     in_loop = config.scan_layers and config.num_layers > 1
-    return jax.checkpoint(function, prevent_cse=not in_loop, policy=policy)
+    options = config.remat_policy, config.remat_names
+    return rematerialization.wrap(function, *options, in_loop=in_loop)
 
 
 @jax.named_scope("mlp")

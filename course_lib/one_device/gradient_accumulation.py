@@ -166,7 +166,7 @@ def accumulate(
     def first(minibatch, rng):
         return _checked(grad_fn(params, minibatch, rng), params)
 
-    return _add_up(add, first, params, batch, rng, num_minibatches, method, dtype)
+    return add_up(add, first, params, batch, rng, num_minibatches, method, dtype)
 
 
 def accumulate_in_place(
@@ -193,10 +193,10 @@ def accumulate_in_place(
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), params)
         return params, add(zeros, params, minibatch, rng)[1]
 
-    return _add_up(add, first, params, batch, rng, num_minibatches, method, dtype)
+    return add_up(add, first, params, batch, rng, num_minibatches, method, dtype)
 
 
-def _add_up(add, first, params, batch, rng, num_minibatches, method, dtype):
+def add_up(add, first, params, batch, rng, num_minibatches, method, dtype):
     """Adds up gradients and metrics, with the shapes of `first`, which never runs."""
     rngs = jax.random.split(rng, num_minibatches)
     minibatches = jax.tree.map(lambda x: x.reshape(num_minibatches, -1, *x.shape[1:]), batch)

@@ -62,6 +62,19 @@ def policy(name: str, names: Sequence[str] = ()) -> Callable[..., Any]:
     }[name]
 
 
+def wrap(
+    function: Callable[..., Any], name: str, names: Sequence[str] = (), *, in_loop: bool = False
+) -> Callable[..., Any]:
+    """Returns a function that saves its inputs, and what the policy `name` keeps.
+
+    A compiler that sees the forward pass and its repetition merges them (common subexpression
+    elimination), which undoes the rematerialization. JAX's barriers (`prevent_cse`) stop it.
+    `in_loop` leaves them out: inside a scan of two layers or more, the forward pass and its
+    repetition are in different loops. XLA unrolls a scan of one layer.
+    """
+    return jax.checkpoint(function, prevent_cse=not in_loop, policy=policy(name, names))
+
+
 def errors(name: str, names: Sequence[str]) -> Iterator[str]:
     """Yields an error for names that a policy needs and does not get, or would ignore."""
     takes_names = name in ("names", "offload")

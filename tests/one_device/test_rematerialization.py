@@ -20,7 +20,7 @@ def _layers(x, w):
 def _saved(policy_name, names=()):
     """Returns the saved arrays without the arguments, which are in memory anyway."""
     found = rematerialization.residuals(
-        jax.checkpoint(_layers, policy=rematerialization.policy(policy_name, names)), X, W
+        rematerialization.wrap(_layers, policy_name, names), X, W
     )
     return [residual for residual in found if not residual.why.startswith("argument")]
 
@@ -43,6 +43,13 @@ def test_each_policy_saves_what_its_name_says():
     ]
     assert [residual.why for residual in _saved("dots")] == ["dot_general"]
     assert {residual.why for residual in _saved("everything")} >= {"cos"}
+
+
+def test_barriers_stand_around_the_repetition_but_in_a_loop():
+    for in_loop in (False, True):
+        wrapped = rematerialization.wrap(_layers, "nothing", in_loop=in_loop)
+        [eqn] = jax.make_jaxpr(wrapped)(X, W).eqns
+        assert eqn.params["prevent_cse"] is not in_loop
 
 
 def test_products_with_batch_dimensions_are_kept_by_dots_and_not_by_dots_no_batch():

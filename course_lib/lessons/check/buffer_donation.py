@@ -127,8 +127,11 @@ best_state = Function(
             in_case(0, lambda it: it.has_weight(path()[0][it.lowest_at + 1])),
         ),
         "rounded": (
-            change("return lowest, kept", "return lowest, kept.astype(jnp.bfloat16)"),
-            in_case(0, lambda it: not it.has_weight(it.weight) and it.has_weight(it.cast)),
+            [
+                change("lowest, kept\n", f"lowest, kept.astype(jnp.{dtype})\n")
+                for dtype in ("bfloat16", "float16")
+            ],
+            in_case(0, lambda it: it.dtype.itemsize < 4 and it.has_weight(it.cast)),
         ),
         "another state": (
             change("return lowest, kept", "return lowest, jnp.ones(1)"),

@@ -157,8 +157,15 @@ def leaks_a_little(x):
 
 
 def leaks_from(source, to):
-    """Returns a function in which one position reads a later one; at 0, no derivative shows."""
-    return lambda x: causal(x).at[to, to % 4].add(0.1 * x[source, source % 4] ** 2)
+    """Returns a function in which one position reads a later one; at 0 and 1, no derivative
+    shows.
+    """
+
+    def leaks(x):
+        later = x[source, source % 4]
+        return causal(x).at[to, to % 4].add(0.1 * (later * (later - 1)) ** 2)
+
+    return leaks
 
 
 def looks(forward, x):
@@ -219,6 +226,7 @@ looks_ahead = Function(
                 change("range(len(x))", "(1, 4)"),
                 change("range(len(x))", "range(6)"),
                 change("(forward)(x)", "(forward)(jnp.zeros_like(x))"),
+                change("(forward)(x)", "(forward)(jnp.ones_like(x))"),
             ],
             lambda it: bool(it.result) != it.right,
         ),

@@ -59,7 +59,7 @@ def _draw_bits(axes: Axes, y: int, number_format: Any) -> None:
 def _draw_range(axes: Axes, y: int, number_format: Any) -> None:
     smallest, largest = number_format.smallest_subnormal, number_format.largest
     low, normal, high = map(math.log10, (smallest, number_format.smallest_normal, largest))
-    full = style.fill(1) | {"hatch": "", "label": "full precision"}
+    full = style.fill(0) | {"facecolor": style.DEVICES[-1], "label": "full precision"}
     fewer = style.fill(6) | {"hatch": "////", "label": "subnormal: fewer bits"}
     axes.barh(y, high - normal, 0.5, left=normal, **full)
     axes.barh(y, normal - low, 0.5, left=low, **fewer)

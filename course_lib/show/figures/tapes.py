@@ -22,7 +22,8 @@ def tape(tapes: Mapping[str, Any], *, title: str = "") -> Figure:
         name: row if isinstance(row, Mapping) else vars(row) for name, row in tapes.items()
     }
     style.refuse_empty("tapes", {name: row["bytes"] for name, row in steps.items()})
-    size = (8.5, 0.7 + 2.3 * len(steps))
+    # narrow, so that a telephone hardly shrinks the letters
+    size = (5.6, 1.6 + 2.1 * len(steps))
     figure, panels = style.canvas(*size, len(steps), sharey=True, heading=title)
     occurring = [
         kind
@@ -47,18 +48,23 @@ def tape(tapes: Mapping[str, Any], *, title: str = "") -> Figure:
         # written above the highest point, where nothing is drawn
         text = f"peak {peak:{',.0f' if peak >= 100 else '.3g'}} {unit_name}"
         ha = "left" if place < 0.15 else "right" if place > 0.85 else "center"
-        look = style.Look(textcoords="offset points", ha=ha, va="bottom", fontsize=9)
+        look = style.Look(textcoords="offset points", ha=ha, va="bottom", fontsize=11)
         axes.annotate(text, (highest, peak), (0, 6), bbox=style.ON_WHITE, **look)
         if row["backward"] is not None:
             axes.axvline(row["backward"], color="black", linewidth=0.9, linestyle=":")
-            after = " backward and update" if "optimizer state" in row["bytes"] else " backward"
-            at_top = style.Look(xycoords=("data", "axes fraction"), va="top", fontsize=9)
+            # near the right edge there is room for one word
+            updates = "optimizer state" in row["bytes"] and row["backward"] < 0.6 * length
+            after = " backward and update" if updates else " backward"
+            at_top = style.Look(xycoords=("data", "axes fraction"), va="top", fontsize=11)
             axes.annotate("forward ", (row["backward"], 1), ha="right", **at_top)
             axes.annotate(after, (row["backward"], 1), ha="left", **at_top)
+        axes.tick_params(labelsize=11)
+        axes.yaxis.label.set_fontsize(11)
         axes.set(title=name, ylabel=unit_name, xlim=(0, length - 1), xticks=[])
         axes.grid(visible=False)
     panels[0].set_ylim(0, 1.35 * top / unit)  # room for two lines of text
-    panels[-1].set_xlabel("instructions, in the order of the program")
+    panels[-1].set_xlabel("instructions, in the order of the program", fontsize=11)
     legend = {kind: handles[kind] for kind in reversed(occurring)}
-    figure.legend(legend.values(), legend.keys(), loc="outside right center", fontsize=9)
+    below = style.Look(loc="outside lower center", ncols=2, fontsize=11)
+    figure.legend(legend.values(), legend.keys(), **below)
     return figure
