@@ -342,18 +342,34 @@ def of_layouts(found: Pairs) -> Pairs:
     same recomputation. Most differ in their microbatch, too, and those of dgxc_benchmarking in
     the release of the software. `planner.ranked` asks for their order.
     """
-
-    def task(row: Row) -> tuple[int, int, str]:
-        return row.cluster.count, row.plan.batch, row.plan.recompute
-
-    def layout(row: Row) -> tuple[Mapping[str, int], int]:
-        return row.plan.axes, row.plan.chunks
-
     return [
         (one, other)
         for one, other in found
-        if task(one.row) == task(other.row) and layout(one.row) != layout(other.row)
+        if task(one.row) == task(other.row)
+        and one.row.plan.recompute == other.row.plan.recompute
+        and _layout(one.row) != _layout(other.row)
     ]
+
+
+def task(row: Row) -> tuple[Any, ...]:
+    """Returns what a layout is chosen for: model, GPUs and batch of a publication."""
+    return *_compared(row), row.cluster.count, row.plan.batch
+
+
+def _layout(row: Row) -> tuple[Mapping[str, int], int]:
+    return row.plan.axes, row.plan.chunks
+
+
+def layout_errors(predictions: Sequence[Prediction]) -> list[float]:
+    """Returns how far the predicted ratio of two steps is from the published one, for each pair
+    with other axes or chunks and the same task: 0.1 if one of the two ratios is 1.1 times the
+    other. Two of three are at most `planner.LAYOUT_ERROR`.
+    """
+    return sorted(
+        math.expm1(abs(math.log((1 + one.error) / (1 + other.error))))
+        for one, other in itertools.combinations(predictions, 2)
+        if task(one.row) == task(other.row) and _layout(one.row) != _layout(other.row)
+    )
 
 
 def orders(found: Pairs) -> list[bool]:
