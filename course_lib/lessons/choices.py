@@ -77,7 +77,9 @@ def sweep(chosen: Iterable[Row] | None = None) -> list[Row]:
 def _offered(source: str) -> frozenset[str]:
     """Axes that a publication uses; and those that any software has."""
     used = (row.plan.axes.items() for row in backtest.load() if row.source == source)
-    return frozenset({axis for axes in used for axis, n in axes if n > 1} | {"data", "tensor", "pipe"})
+    return frozenset(
+        {axis for axes in used for axis, n in axes if n > 1} | {"data", "tensor", "pipe"}
+    )
 
 
 def space(row: Row) -> "planner.Frameworks":
@@ -107,9 +109,7 @@ def judged(row: Row) -> Choice:
     own = list(where.on(axes, row.cluster, zero, row.plan.chunks))
     published = min(own, key=lambda each: each.seconds, default=None)
     found = [
-        each
-        for each in planner.ranked(where, row.cluster)
-        if each.plan.axes.keys() <= offered
+        each for each in planner.ranked(where, row.cluster) if each.plan.axes.keys() <= offered
     ]
     if published is not None:  # the search does not try every layout
         found = sorted([*found, published], key=lambda each: each.seconds)

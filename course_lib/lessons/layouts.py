@@ -102,12 +102,8 @@ def submit(axes: Any, zero: int = 1, chunks: int = 1, *, level: int = 1) -> str:
         plan = planner.Plan(axes, batch, 1, chunks, zero, recompute="block")
         plan = dataclasses.replace(plan, sequence_parallel=axes.get("tensor", 1) > 1)
         smallest = planner.layout(shape, plan, chosen.cluster)
-        stages, replicas = axes.get("pipe", 1), plan.replicas
-        if batch < replicas * stages:
-            raise ValueError(
-                f"batch={batch} must be at least {replicas * stages}: a sequence for each of"
-                f" {replicas} replicas and {stages} stages"
-            )
+        if shape.layers % (stages := chunks * axes.get("pipe", 1)):
+            raise ValueError(f"{shape.layers} layers cannot be cut into {stages} equal parts")
         fitting = list(chosen.space.on(axes, chosen.cluster, zero, chunks))
     except ValueError as error:
         raise WrongAnswer(f"This layout cannot be: {error}.") from error
@@ -133,8 +129,8 @@ def submit(axes: Any, zero: int = 1, chunks: int = 1, *, level: int = 1) -> str:
         )
     return (
         f"{yours.seconds:.3g} s per step. The planner's best is {target.name}:"
-        f" {target.seconds:.3g} s. The formula cannot tell layouts apart that differ by less than"
-        f" {planner.LAYOUT_ERROR:.0%}."
+        f" {target.seconds:.3g} s. At less than {planner.LAYOUT_ERROR:.0%} apart, the formula"
+        " cannot say which is faster: measure both."
     )
 
 
@@ -154,8 +150,8 @@ FASTER = {
     " or fewer microbatches, read less.",
     "bubble": "Fewer stages, or chunks, make the bubble smaller.",
     "optimizer": "ZeRO, tensor and pipe cut the parameters that a GPU updates.",
-    "data": "Gradients and parameters of what a host holds leave it: a pipeline across hosts, or"
-    " fsdp inside of one, sends less.",
+    "data": "The gradients of all that a host holds leave it. With a pipeline across hosts it"
+    " holds less.",
     "tensor": "Products wait for it: make the axis shorter, and keep it inside a host.",
     "pipe": "Fewer stages send less.",
     "context": "The ring sends keys and values: make the axis shorter.",

@@ -27,8 +27,9 @@ KINDS = ("data", "tensor", "context", "pipe")
 CAPACITY_SHARE = 0.9  # of a GPU's memory; the rest is for CUDA and NCCL
 SIZES = (2, 4, 8)  # along "tensor" and "context"
 LAYOUT_ERROR = 0.12
-"""How far the formula is off when it compares two layouts of one model on the same GPUs with the
-same batch: at most so far in two of three published pairs (`lessons.backtest.layout_errors`)."""
+"""How far the formula is off when it compares two layouts of one model on the same GPUs with
+the same batch: no more than this in two of three published pairs
+(`lessons.backtest.layout_errors`)."""
 STAGES = 16  # of a pipeline, at most
 CHUNKS = 8  # per stage, at most
 
@@ -163,9 +164,10 @@ class Frameworks(Checked):
     fused_attention: bool = option(True)  # scores stay on the chip
     # inside of a host, rings hide most traffic along "tensor"
     tensor_overlap: bool = option(True)
-    # per number, when gradients travel; with 2, those of a single microbatch have no float32 sum
+    # per number, when gradients travel; with 2, one microbatch's have no float32 sum
     gradient_bytes: int = option(4, (1, 2, 4))
-    software: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fields of each plan
+    # fields of every plan: {"data_overlap": False}
+    software: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def _errors(self) -> Iterator[str]:
         for name, known in (("kinds", KINDS), ("recompute", FRAMEWORK_RECOMPUTE)):

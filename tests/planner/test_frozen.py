@@ -3,7 +3,8 @@
 The file holds what the formulas said before they became one list of events: 400 random plans of
 all options, the published steps, 113 configurations of this course, and several searches. The
 state of the two with Adafactor has since been written anew: each scanned layer has its own. So
-have bytes and seconds of the two with Muon, whose matrices travel, and are multiplied.
+have bytes and seconds of the two with Muon, whose matrices travel, and are multiplied. Where
+ZeRO 3 divides a tied table, the file has the seconds of two gathers in place of one.
 """
 
 import dataclasses
@@ -73,16 +74,31 @@ def same_times(found, frozen):
     return math.isclose(found.model_seconds, frozen["model"], rel_tol=1e-9)
 
 
+def gathers_once(shape, plan):
+    """Whether ZeRO 3 divides a table that is embedding and output layer."""
+    return shape.tied and plan.size("fsdp") > 1 and plan.size("pipe") == 1
+
+
+def faster(found, frozen):
+    """Whether only what travels along "data" is less, and nothing else is other."""
+    parts = {**found.parts, "data": frozen["parts"].get("data", 0.0)}
+    hidden = {**found.hidden, "data": frozen["hidden"].get("data", 0.0)}
+    same = same_times(dataclasses.replace(found, parts=parts, hidden=hidden), frozen)
+    return same and found.parts["data"] < frozen["parts"]["data"]
+
+
 def changed(rows):
     """The numbers of those rows whose numbers are others now."""
     return [number for number, same in enumerate(rows) if not same]
 
 
 def test_random_plans_of_all_options_take_the_seconds_of_the_file():
-    assert not changed(
-        same_times(planner.seconds(step_of(shape, plan), cluster_of(cluster)), frozen)
-        for shape, plan, cluster, frozen in FROZEN["plans"]
-    )
+    def same(shape, plan, cluster, frozen):
+        step = step_of(shape, plan)
+        law = faster if gathers_once(step.shape, step.plan) else same_times
+        return law(planner.seconds(step, cluster_of(cluster)), frozen)
+
+    assert not changed(same(*each) for each in FROZEN["plans"])
 
 
 def test_published_steps_take_the_seconds_of_the_file():
@@ -91,7 +107,9 @@ def test_published_steps_take_the_seconds_of_the_file():
         row[:2] for row in FROZEN["rows"]
     ]
     assert not changed(
-        same_times(each.step, frozen)
+        (faster if gathers_once(each.row.shape, each.row.plan) else same_times)(
+            each.step, frozen
+        )
         for each, (_, _, frozen) in zip(predicted, FROZEN["rows"], strict=True)
     )
 
