@@ -5,8 +5,8 @@ import dataclasses
 import functools
 import itertools
 import math
-import statistics
 import re
+import statistics
 from pathlib import Path
 
 import jaxtyping
