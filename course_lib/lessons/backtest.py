@@ -204,7 +204,6 @@ class SameMfu:
 
 
 Predictions = Sequence[Prediction | SameMfu]
-Pairs = Sequence[tuple[Prediction, Prediction]]
 
 
 def predict(rows: Sequence[Row], share: float = PRODUCTS_SHARE) -> list[Prediction]:
@@ -309,69 +308,26 @@ def relative_errors(predictions: Predictions) -> list[float]:
     ]
 
 
-def errors_after_one_step(predictions: Predictions) -> list[float]:
-    """Returns the errors that remain if one layout of a model is measured, and the predictions
-    of its other layouts are scaled by that measurement: one for each ordered pair of rows with
-    the same publication, accelerator, model and sequence length.
-    """
-    return [
-        (1 + one.error) / (1 + other.error) - 1
-        for one, other in itertools.permutations(predictions, 2)
-        if _compared(one.row) == _compared(other.row)
-    ]
-
-
-def pairs(predictions: Sequence[Prediction]) -> Pairs:
-    """Returns the pairs of comparable rows: with the same publication, accelerator, model and
-    sequence length, and published MFUs that differ by more than 5%.
-    """
-    return [
-        (one, other)
-        for one, other in itertools.combinations(predictions, 2)
-        if _compared(one.row) == _compared(other.row)
-        and max(one.row.mfu / other.row.mfu, other.row.mfu / one.row.mfu) > 1.05
-    ]
-
-
 def _compared(row: Row) -> tuple[str, str, str, int]:
     return row.source, row.cluster.accelerator.name, row.model, row.shape.seq_len
 
 
-def of_layouts(found: Pairs) -> Pairs:
-    """Returns the pairs with other axes or chunks, but as many GPUs, the same batch and the
-    same recomputation. Most differ in their microbatch, too, and those of dgxc_benchmarking in
-    the release of the software. `planner.ranked` asks for their order.
+def task(row: Row) -> tuple[Any, ...]:
+    """Returns what a layout is chosen for: model, GPUs and batch of a publication."""
+    return *_compared(row), row.cluster.count, row.plan.batch
+
+
+def _layout(row: Row) -> tuple[Mapping[str, int], int]:
+    return row.plan.axes, row.plan.chunks
+
+
+def layout_errors(predictions: Sequence[Prediction]) -> list[float]:
+    """Returns how far the predicted ratio of two steps is from the published one, for each pair
+    with other axes or chunks and the same task: 0.1 if one of the two ratios is 1.1 times the
+    other. Two of three are at most `planner.LAYOUT_ERROR`.
     """
-
-    def task(row: Row) -> tuple[int, int, str]:
-        return row.cluster.count, row.plan.batch, row.plan.recompute
-
-    def layout(row: Row) -> tuple[Mapping[str, int], int]:
-        return row.plan.axes, row.plan.chunks
-
-    return [
-        (one, other)
-        for one, other in found
-        if task(one.row) == task(other.row) and layout(one.row) != layout(other.row)
-    ]
-
-
-def orders(found: Pairs) -> list[bool]:
-    """Returns for each of `pairs` whether the prediction has the same one faster."""
-    return [
-        (one.row.mfu > other.row.mfu) == (one.step.mfu > other.step.mfu) for one, other in found
-    ]
-
-
-def orders_by_rule(found: Pairs) -> list[bool]:
-    """Returns the same for a rule in place of the formulas, the baseline of an order: the
-    faster layout has the smaller "tensor", else the fewer pipeline stages, else the more
-    chunks. A pair without a difference counts as wrong.
-    """
-
-    def key(each: Prediction) -> tuple[int, int, int]:
-        plan = each.row.plan
-        return plan.size("tensor"), plan.size("pipe"), -plan.chunks
-
-    by_speed = (sorted(pair, key=lambda each: -each.row.mfu) for pair in found)
-    return [key(faster) < key(slower) for faster, slower in by_speed]
+    return sorted(
+        math.expm1(abs(math.log((1 + one.error) / (1 + other.error))))
+        for one, other in itertools.combinations(predictions, 2)
+        if task(one.row) == task(other.row) and _layout(one.row) != _layout(other.row)
+    )

@@ -1,10 +1,10 @@
-"""The layout game: find a mesh and a strategy for a model on a cluster.
+"""The layout game: find a mesh for a model on a cluster.
 
-    layouts.submit({"data": 64}, Strategy(zero=3), minibatches=4, level=1)
+    layouts.submit({"data": 8, "tensor": 8}, zero=1, level=2)
 
-A submission is refused with a reason, or scored by formula (`planner`): memory per GPU and
-time per step, beside those of the best layout that `planner.ranked` finds. The last line is a
-hint. With `compile=True` the step is also compiled for the GPUs, which need not be there.
+A submission is refused with a reason, or priced by `planner.Frameworks`, which answers every
+question of notebook 12: memory per GPU and time per step, beside the best layout that
+`planner.ranked` finds. It wins if the formula cannot tell the two apart.
 """
 
 import dataclasses
@@ -13,123 +13,114 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ml_collections import ConfigDict
-
-from course_lib import configs, measure, planner
+from course_lib import measure, planner
 from course_lib.lessons.check.answers import WrongAnswer, exercise, require
-from course_lib.many_devices import meshes, strategies
 from course_lib.many_devices.cluster_model import Cluster
-from course_lib.many_devices.strategies import Strategy
-from course_lib.measure import hardware, virtual
+from course_lib.measure import hardware
+from course_lib.planner import Frameworks, Layout, Shape
 from course_lib.show import notebook
 
-CLOSE = 1.05  # a submission wins if its step takes at most this many times the best one's
+AXES = ("data", "fsdp", "pipe", "context", "tensor")
 
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """A model and the GPUs for it."""
+    """A model with its batch, and the GPUs for it."""
 
     title: str
-    config: ConfigDict  # the model and its batch
+    space: Frameworks
     cluster: Cluster
+
+
+def model(layers: int, width: int, seq_len: int = 4096, vocab: int = 128_000) -> Shape:
+    """Returns a Transformer like Nemotron-4's: eight heads of keys and values."""
+    return Shape(
+        layers, width, width // 128, 128, 4 * width, vocab, seq_len=seq_len, kv_heads=8
+    )
+
+
+def level_of(name: str, shape: Shape, gpus: int, tokens: int) -> Level:
+    """Returns a model on H100s, with so many tokens per GPU."""
+    cluster = Cluster(hardware.get("h100"), gpus)
+    title = f"{name} on {gpus} H100s, {tokens:,} tokens per GPU"
+    return Level(title, Frameworks(shape, gpus * tokens // shape.seq_len), cluster)
 
 
 @functools.cache
 def levels() -> dict[int, Level]:
     """Returns the levels by number."""
-    h100s = functools.partial(Cluster, hardware.get("h100"))
-    few = "6.7B on 64 H100s, 256 tokens per GPU"
     return {
-        1: Level("6.7B on 8 H100s", _model(32, 4096, 4096, 64), h100s(8)),
-        2: Level("6.7B on 64 H100s", _model(32, 4096, 4096, 512), h100s(64)),
-        3: Level(few, _model(32, 4096, 256, 64), h100s(64)),
-        4: Level("70B on 512 H100s", _model(96, 8192, 4096, 1024), h100s(512)),
+        1: level_of("6.7B", model(32, 4096), 8, 32_768),
+        2: level_of("6.7B", model(32, 4096), 64, 4096),
+        3: level_of("6.7B", model(32, 4096, 256), 64, 256),
+        4: level_of("70B", model(96, 8192, 2048), 512, 2048),
     }
 
 
-def _model(layers: int, width: int, length: int, batch: int) -> ConfigDict:
-    config = configs.nemotron_340b()
-    config.model.update(num_layers=layers, hidden_size=width, num_heads=width // 128)
-    config.model.update(head_dim=128, num_kv_heads=8, max_seq_len=length)
-    config.model.update(vocab_size=128_000, num_outputs=128_000)
-    config.data.update(seq_len=length, batch_size=batch)
-    return config
-
-
 @functools.cache
-def best(level: int) -> "planner.Estimate":
-    """Returns the fastest layout of a level that the planner finds and that fits."""
-    chosen = levels()[level]
-    return next(
-        each
-        for each in planner.ranked(planner.Course(chosen.config), chosen.cluster)
-        if each.memory <= limit(chosen.cluster)
-    )
-
-
-def limit(cluster: Cluster) -> int:
-    """Returns the bytes of a GPU's memory that a step may use."""
-    return cluster.accelerator.usable_bytes
+def ranked(level: int) -> tuple[Layout, ...]:
+    """Returns all layouts of a level that fit, the fastest first."""
+    return tuple(planner.ranked(levels()[level].space, levels()[level].cluster))
 
 
 @exercise
-def submit(
-    axes: Any,
-    strategy: Strategy | None = None,
-    minibatches: int = 1,
-    *,
-    level: int = 1,
-    compile: bool = False,
-) -> str:
+def submit(axes: Any, zero: int = 1, chunks: int = 1, *, level: int = 1) -> str:
     """Scores a layout beside the best one that the planner finds. Prints; never raises.
 
     Args:
-      axes: sizes of the mesh's axes by name, outer to inner: "data", "pipe", "tensor".
-      strategy: how the axes are used; `Strategy()` if None.
-      minibatches: into how many the batch is cut, without a pipeline.
+      axes: sizes of the mesh's axes by name, outer to inner: "data", "fsdp" (ZeRO 3), "pipe",
+        "context", "tensor". The batch is cut into the microbatches that are the fastest.
+      zero: the stage of ZeRO along "data": 0, 1 or 2.
+      chunks: of the model per pipeline stage.
       level: one of `levels()`.
-      compile: whether to compile the step for the GPUs as well, which takes up to a minute.
     """
     require(level in levels(), f"level={level!r} must be one of {sorted(levels())}.")
-    chosen, strategy = levels()[level], Strategy() if strategy is None else strategy
+    chosen = levels()[level]
     gpus = chosen.cluster.count
     require(
         isinstance(axes, Mapping),
-        f'No layout yet. Begin with {{"data": {gpus}}}: the sizes of the axes data, pipe and'
-        f" tensor multiply to {gpus}.",
+        f'No layout yet. Begin with {{"data": {gpus}}}: the sizes of the axes multiply to'
+        f" {gpus}.",
     )
     require(
-        "data" in axes,
-        'The axis data is missing. Add "data": 1 if the batch is not divided.',
+        not (unknown := sorted(set(axes) - set(AXES))),
+        f"No axis is called {', '.join(map(repr, unknown))}. The axes are {', '.join(AXES)}.",
+    )
+    require(
+        all(type(size) is int and size > 0 for size in axes.values()),
+        f"Each size must be a whole number above 0, not {list(axes.values())}.",
     )
     require(
         math.prod(axes.values()) == gpus,
         f"{' x '.join(map(str, axes.values()))} is {math.prod(axes.values())} GPUs; this level"
         f" has {gpus}.",
     )
-    config = chosen.config.copy_and_resolve_references()
-    config.training.num_minibatches = minibatches
+    target, axes = ranked(level)[0], {axis: size for axis, size in axes.items() if size > 1}
+    shape, batch = chosen.space.shape, chosen.space.batch
     try:
-        yours = planner.estimate(config, axes, strategy, chosen.cluster)
+        # the smallest microbatches, each layer recomputed: what needs the least memory
+        plan = planner.Plan(axes, batch, 1, chunks, zero, recompute="block")
+        plan = dataclasses.replace(plan, sequence_parallel=axes.get("tensor", 1) > 1)
+        smallest = planner.layout(shape, plan, chosen.cluster)
+        if shape.layers % (stages := chunks * axes.get("pipe", 1)):
+            raise ValueError(f"{shape.layers} layers cannot be cut into {stages} equal parts")
+        fitting = list(chosen.space.on(axes, chosen.cluster, zero, chunks))
     except ValueError as error:
         raise WrongAnswer(f"This layout cannot be: {error}.") from error
+    if not fitting:
+        held = planner.held(planner.step(shape, plan))
+        largest = max(held, key=lambda use: held[use])
+        raise WrongAnswer(
+            f"It does not fit: at least {measure.gib(smallest.memory)} of"
+            f" {measure.gib(0.9 * chosen.cluster.accelerator.memory_bytes)}."
+            f" The largest part is {largest}, {measure.gib(held[largest])}. {SMALLER[largest]}"
+        )
+    yours = min(fitting, key=lambda each: each.seconds)
     if yours not in _submissions.setdefault(level, []):
         _submissions[level].append(yours)
-    target = best(level)
     _table(level, target)
-    if compile:
-        _compile(config, yours, chosen.cluster)
-    room = limit(chosen.cluster)
-    if yours.memory > room:
-        largest = max(yours.bytes, key=lambda use: yours.bytes[use])
-        raise WrongAnswer(
-            f"It does not fit: {measure.gib(yours.memory)} of {measure.gib(room)}."
-            f" The largest part is {largest}, {measure.gib(yours.bytes[largest])}."
-            f" {SMALLER[largest]}"
-        )
-    ratio = yours.step / target.step
-    if ratio > CLOSE:
+    ratio = yours.seconds / target.seconds
+    if ratio > 1 + planner.LAYOUT_ERROR:
         part = max(yours.time.parts, key=lambda p: yours.time.parts[p] - target.time.parts[p])
         raise WrongAnswer(
             f"It fits, and takes {ratio:.2f} times as long as the best layout. Most of the"
@@ -137,76 +128,55 @@ def submit(
             f" {target.time.parts[part]:.3g}. {FASTER[part]}"
         )
     return (
-        f"{yours.step:.3g} s per step. The planner's best is {_named(target)}:"
-        f" {target.step:.3g} s."
+        f"{yours.seconds:.3g} s per step. The planner's best is {target.name}:"
+        f" {target.seconds:.3g} s. At less than {planner.LAYOUT_ERROR:.0%} apart, the formula"
+        " cannot say which is faster: measure both."
     )
 
 
 # How to make each part of the memory smaller.
 SMALLER = {
-    "parameters": "ZeRO 3, tensor and pipe cut the parameters.",
-    "optimizer": "ZeRO 1 cuts the optimizer's moments along data.",
-    "batch": "A longer axis data gives each GPU fewer sequences.",
-    "gradients": "ZeRO 2 and 3 cut the gradients along data; tensor and pipe do, too.",
-    "copies": "These are parameters in the dtype that layers compute in: tensor cuts them.",
-    "activations": "More minibatches, or more microbatches of a pipeline, make them smaller;"
-    " sequence=True cuts them along tensor.",
+    "parameters": "An axis fsdp (ZeRO 3), tensor and pipe cut the parameters.",
+    "optimizer": "ZeRO 1 cuts the optimizer's state along data.",
+    "gradients": "ZeRO 2 and 3 cut the gradients; tensor and pipe do, too.",
+    "copies": "These are two whole layers and both tables, gathered: tensor cuts them.",
+    "activations": "Tensor and context divide the tokens of a layer, pipe the layers.",
 }
 
 # How to spend less time in each part of a step.
 FASTER = {
-    "products": "Is something computed twice, or by every GPU?",
-    "memory": "A GPU reads all its parameters for each minibatch: fewer minibatches, or fewer"
-    " parameters per GPU, read less.",
-    "bubble": "More microbatches, fewer stages, or chunks make the bubble smaller.",
+    "products": "Something is computed again: hold less of the state, and more fits.",
+    "memory": "A GPU reads all its parameters for each microbatch: fewer parameters per GPU,"
+    " or fewer microbatches, read less.",
+    "bubble": "Fewer stages, or chunks, make the bubble smaller.",
     "optimizer": "ZeRO, tensor and pipe cut the parameters that a GPU updates.",
-    "data": "ZeRO 0 and 1 send 8 bytes per parameter and step, ZeRO 3 sends 6 per parameter and"
-    " minibatch. A group of whole hosts sends through all of their ports.",
+    "data": "The gradients of all that a host holds leave it. With a pipeline across hosts it"
+    " holds less.",
     "tensor": "Products wait for it: make the axis shorter, and keep it inside a host.",
     "pipe": "Fewer stages send less.",
-    "context": "No sequence here is long enough to be cut.",
+    "context": "The ring sends keys and values: make the axis shorter.",
     "expert": "This model has no experts.",
 }
 
-_submissions: dict[int, list[Any]] = {}
+_submissions: dict[int, list[Layout]] = {}
 
 
-def _named(layout: "planner.Estimate") -> str:
-    axes = " x ".join(f"{axis} {size}" for axis, size in layout.axes.items())
-    parts = f", {layout.parts} parts" if layout.parts > 1 else ""
-    return f"{axes}, ZeRO {layout.strategy.zero}{parts}"
-
-
-def _table(level: int, target: "planner.Estimate") -> None:
-    """Prints the submissions of a level below its target."""
+def _table(level: int, target: Layout) -> None:
+    """Prints the submissions of a level below its target, which is not named."""
     rows = [("target", target)]
-    rows += [(f"{i}. {_named(each)}", each) for i, each in enumerate(_submissions[level], 1)]
+    rows += [(f"{i}. {each.name}", each) for i, each in enumerate(_submissions[level], 1)]
     notebook.table(
         [
             {
                 "layout": name,
+                "recomputes": each.recomputes,
                 "memory": measure.gib(each.memory),
-                "step (s)": each.step,
-                "exposed": f"{each.time.exposed / each.step:.0%}",
-                "MFU": f"{each.mfu:.0%}",
+                "step (s)": each.seconds,
+                "exposed": f"{each.time.exposed / each.seconds:.0%}",
+                "MFU": f"{each.time.mfu:.0%}",
             }
             for name, each in rows
         ],
         title=f"Level {level}: {levels()[level].title}",
         formats={"step (s)": ".3g"},
-    )
-
-
-def _compile(config: ConfigDict, layout: "planner.Estimate", cluster: Cluster) -> None:
-    """Prints the compiled peak beside the estimated one, or why there is none."""
-    if reason := virtual.why_unavailable("h100"):
-        print(f"It is not compiled, because here {reason}.")
-        return
-    mesh = meshes.make(layout.axes, virtual.devices("h100", cluster.count))
-    run = strategies.build(config, mesh, layout.strategy)
-    step: Any = run.train_step
-    memory = measure.memory(virtual.compile(step.lower(*run.abstract())))
-    print(
-        f"The compiler's peak is {measure.gib(memory.peak)}, the estimate"
-        f" {measure.gib(layout.memory)}."
     )

@@ -32,7 +32,7 @@ _MODULES = {
     "memory": "",
     "plan": "Plan Shape Step check",
     "price": "Breakdown",
-    "search": "KINDS Course Frameworks Layout best layout ranked",
+    "search": "KINDS LAYOUT_ERROR Course Frameworks Layout best layout ranked tied",
 }
 _WHERE = {name: module for module, names in _MODULES.items() for name in names.split()}
 

@@ -6,7 +6,7 @@ it, keeps norms in float32 as well, and scores.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -54,10 +54,16 @@ def of_framework(step: Step) -> dict[str, float]:
     microbatches (p with one chunk), the last those of p - (p - 1) / v, and the logits, 6 bytes
     each.
     """
+    return recomputing(step)(step.plan.recompute, step.plan.recompute_share)
+
+
+def recomputing(step: Step) -> Callable[[str, float], dict[str, float]]:
+    """Returns the bytes of `of_framework` for any recomputation, and any share of the layers
+    that do it. A search tries many.
+    """
     shape, plan = step.shape, step.plan
     if shape.experts:
         raise ValueError(f"shape.experts={shape.experts} must be 0: no layout has 'expert'")
-    arguments.one_of("recompute", plan.recompute, FRAMEWORK_RECOMPUTE)
     p, f, t, v = (plan.size("pipe"), plan.size("fsdp"), plan.size("tensor"), plan.chunks)
     copies = math.prod(plan.axes.values()) / (f * p * t)
     gradient = 4 if plan.float32_gradients else plan.gradient_bytes
@@ -77,24 +83,30 @@ def of_framework(step: Step) -> dict[str, float]:
         6 * shape.vocab * T / t,
     )
     # what each layer keeps; and what the layer that is computed again has besides
-    per_layer, working = {
+    ways = {
         "none": (kept.layer, 0.0),
         "selective": (kept.layer - softmax, softmax),
         "block": (kept.residual, kept.layer),
-    }[plan.recompute]
-    per_layer += (1 - plan.recompute_share) * (kept.layer - per_layer)
+    }
     first = p if v == 1 else p + (p - 1) / v  # microbatches at once, on the first stage
-    first, last = (
-        step.stage_layers * min(plan.microbatches, at_once) * per_layer + working
-        for at_once in (first, p - (p - 1) / v)
-    )
-    return {
+    waiting = [
+        step.stage_layers * min(plan.microbatches, many) for many in (first, p - (p - 1) / v)
+    ]
+    state = {
         "parameters": 2 * numbers,
         "optimizer": 12 * numbers / (copies if plan.zero else 1),
         "gradients": gradient * numbers / (copies if plan.zero == 2 else 1),
         "copies": 2 * whole / t if f > 1 else 0.0,
-        "activations": max(first, last + kept.logits),
     }
+
+    def held(recompute: str, share: float) -> dict[str, float]:
+        arguments.one_of("recompute", recompute, FRAMEWORK_RECOMPUTE)
+        per_layer, working = ways[recompute]
+        per_layer += (1 - share) * (kept.layer - per_layer)
+        first, last = (many * per_layer + working for many in waiting)
+        return {**state, "activations": max(first, last + kept.logits)}
+
+    return held
 
 
 def compiled(step: Step, model: ConfigDict) -> Kept:

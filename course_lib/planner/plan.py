@@ -346,6 +346,9 @@ class Step:
         # Megatron-LM's first stage has the embedding, its last one the output layer; in this
         # course's pipeline every stage has both.
         both = not shape.tied and (plan.size("pipe") == 1 or plan.schedule is not None)
+        head = table._replace(where="head", held=both)
+        if shape.tied and plan.size("pipe") == 1:  # one array, gathered and scattered once
+            head = head._replace(gathered=0, scattered=0)
         return (
             usual,
             usual._replace(
@@ -353,5 +356,5 @@ class Step:
                 numbers=experts / plan.size("expert"),
             ),
             table._replace(where="embedding", gathered=wide, scattered=wide),
-            table._replace(where="head", held=both),
+            head,
         )

@@ -26,6 +26,10 @@ KINDS = ("data", "tensor", "context", "pipe")
 "context" or "pipe" may have "tensor", too."""
 CAPACITY_SHARE = 0.9  # of a GPU's memory; the rest is for CUDA and NCCL
 SIZES = (2, 4, 8)  # along "tensor" and "context"
+LAYOUT_ERROR = 0.12
+"""How far the formula is off when it compares two layouts of one model on the same GPUs with
+the same batch: no more than this in two of three published pairs
+(`lessons.backtest.layout_errors`)."""
 STAGES = 16  # of a pipeline, at most
 CHUNKS = 8  # per stage, at most
 
@@ -149,8 +153,8 @@ class Frameworks(Checked):
 
     Of each mesh, number of chunks and microbatch, takes the plan that recomputes least and
     fits into 0.9 of the memory: the first of `recompute` that fits, in as few layers as it can.
-    A single microbatch has no float32 sum of gradients, unless they travel in float32. What
-    does not divide the model or the batch is left out.
+    Gradients are summed, and travel, in float32, as in most frameworks. What does not divide
+    the model or the batch is left out.
     """
 
     shape: Shape
@@ -160,7 +164,10 @@ class Frameworks(Checked):
     fused_attention: bool = option(True)  # scores stay on the chip
     # inside of a host, rings hide most traffic along "tensor"
     tensor_overlap: bool = option(True)
-    gradient_bytes: int = option(2, (1, 2, 4))  # per number, when gradients travel
+    # per number, when gradients travel; with 2, one microbatch's have no float32 sum
+    gradient_bytes: int = option(4, (1, 2, 4))
+    # fields of every plan: {"data_overlap": False}
+    software: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def _errors(self) -> Iterator[str]:
         for name, known in (("kinds", KINDS), ("recompute", FRAMEWORK_RECOMPUTE)):
@@ -174,19 +181,29 @@ class Frameworks(Checked):
         if cluster.accelerator.platform != "gpu":
             raise ValueError(f"cluster must have GPUs, not {cluster.accelerator.title}")
         for axes, zero, chunks in layouts(self.shape, cluster.count, self.kinds):
-            share, left = divmod(self.batch, axes.get("data", 1) * axes.get("fsdp", 1))
-            if left:
-                continue
-            # Rings hide traffic only where links are fast (`async_tensor_parallel`).
-            group, tensor = cluster.group(axes, "tensor"), axes.get("tensor", 1) > 1
-            rings = tensor and self.tensor_overlap and group.per_switch == group.ranks
-            for sequences in _microbatches(share, axes.get("pipe", 1), chunks):
-                usual = Plan(
-                    axes,
-                    self.batch,
-                    sequences,
-                    chunks,
-                    zero,
+            for each in self.on(axes, cluster, zero, chunks):
+                yield [each]
+
+    def on(
+        self, axes: Mapping[str, int], cluster: Cluster, zero: int = 1, chunks: int = 1
+    ) -> Iterator[Layout]:
+        """Yields the layouts on a mesh that fit, one for each size of a microbatch, the largest
+        first. `zero` is the stage along "data".
+        """
+        share, left = divmod(self.batch, axes.get("data", 1) * axes.get("fsdp", 1))
+        if left:
+            return
+        # Rings hide traffic only where links are fast (`async_tensor_parallel`).
+        group, tensor = cluster.group(axes, "tensor"), axes.get("tensor", 1) > 1
+        rings = tensor and self.tensor_overlap and group.per_switch == group.ranks
+        for sequences in _microbatches(share, axes.get("pipe", 1), chunks):
+            plan = Plan(
+                axes,
+                self.batch,
+                sequences,
+                chunks,
+                zero,
+                **dict(
                     fused_attention=self.fused_attention,
                     sequence_parallel=tensor,
                     tensor_overlap=rings,
@@ -194,31 +211,30 @@ class Frameworks(Checked):
                     gradient_bytes=self.gradient_bytes,
                     float32_gradients=sequences < share or self.gradient_bytes == 4,
                 )
-                plan = self._recomputing_least(usual, cluster)
-                if plan is None:
-                    continue
-                yield [layout(self.shape, plan, cluster)]
-                if "pipe" not in axes and plan.recompute == self.recompute[0]:
-                    break  # without a pipeline, smaller microbatches only make room
+                | dict(self.software),
+            )
+            least = self._recomputing_least(plan, cluster)
+            if least is not None:
+                yield layout(self.shape, least, cluster)
+                if "pipe" not in axes and least.recompute == self.recompute[0]:
+                    return  # without a pipeline, smaller microbatches only make room
 
     def _recomputing_least(self, plan: Plan, cluster: Cluster) -> Plan | None:
         room = CAPACITY_SHARE * cluster.accelerator.memory_bytes
-        layers = self.shape.layers // plan.size("pipe")
+        held = memory.recomputing(Step(self.shape, plan))
+        layers = max(self.shape.layers // plan.size("pipe"), 1)
 
-        def tried(what: str, count: int) -> tuple[Plan, float]:
-            changed = dataclasses.replace(plan, recompute=what, recompute_share=count / layers)
-            return changed, sum(memory.of_framework(Step(self.shape, changed)).values())
+        def size(what: str, count: int) -> float:
+            return sum(held(what, count / layers).values())
 
         for what in self.recompute:
-            every, size = tried(what, layers)
-            if size > room:
-                continue
-            if what == "none":
-                return every
-            # The more layers recompute, the less memory the plan takes.
-            sizes = range(layers)
-            few = bisect.bisect_left(sizes, -room, lo=1, key=lambda n: -tried(what, n)[1])
-            return tried(what, few)[0]
+            if size(what, layers) <= room:
+                # The more layers recompute, the less memory the plan takes.
+                few = layers
+                if what != "none":
+                    counts = range(layers)
+                    few = bisect.bisect_left(counts, -room, lo=1, key=lambda n: -size(what, n))
+                return dataclasses.replace(plan, recompute=what, recompute_share=few / layers)
         return None
 
 
@@ -244,6 +260,18 @@ def best(layouts: Iterable[Layout]) -> dict[str, Layout]:
     for each in layouts:
         found.setdefault(each.kind, each)
     return {kind: found[kind] for kind in KINDS if kind in found}
+
+
+def tied(layouts: Sequence[Layout]) -> list[Layout]:
+    """Returns the fastest layout of each kind that the formula cannot tell from the fastest of
+    all: those worth a measurement, the fastest first.
+
+    Args:
+      layouts: the fastest first, as `ranked` returns them.
+    """
+    most = (1 + LAYOUT_ERROR) * layouts[0].seconds
+    of_kinds = sorted(best(layouts).values(), key=lambda each: each.seconds)
+    return [each for each in of_kinds if each.seconds <= most]
 
 
 def layouts(

@@ -131,6 +131,35 @@ def test_the_best_of_each_kind_is_its_first(found):
     assert planner.best(found[:1]) == {found[0].kind: found[0]}
 
 
+def test_those_to_measure_are_the_fastest_of_each_kind_within_the_formulas_error(found):
+    tied = planner.tied(found)
+    assert tied[0] == found[0]
+    of_kinds = planner.best(found)
+    for layout in of_kinds.values():
+        close = layout.seconds <= (1 + planner.LAYOUT_ERROR) * found[0].seconds
+        assert (layout in tied) == close
+    assert len({layout.kind for layout in tied}) == len(tied) > 1
+
+
+def test_a_mesh_is_priced_as_the_search_prices_it(found):
+    space = planner.Frameworks(SHAPE, BATCH)
+    for layout in found[:: len(found) // 9]:
+        plan = layout.plan
+        assert layout in list(space.on(plan.axes, H100S, plan.zero, plan.chunks))
+
+
+def test_gradients_are_summed_in_float32_unless_a_search_asks_for_less(found):
+    assert {layout.plan.gradient_bytes for layout in found} == {4}
+    assert all(layout.plan.float32_gradients for layout in found)
+    narrow = search(gradient_bytes=2, kinds=("data",))
+    assert narrow[0].seconds < planner.best(found)["data"].seconds
+
+
+def test_what_software_lacks_holds_for_every_layout():
+    found = search(software={"data_overlap": False, "eager": True}, kinds=("data", "pipe"))
+    assert all(each.plan.eager and not each.plan.data_overlap for each in found)
+
+
 BAD = [
     (dict(batch=0), "batch=0"),
     (dict(kinds=("fsdp",)), r"kinds=\('fsdp',\)"),
