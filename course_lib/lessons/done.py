@@ -35,7 +35,8 @@ optimizer_memory
 offload
 smallest_step
 your_own_model
-train_for_real""".splitlines()
+a_run_that_survives
+which_numbers_to_choose""".splitlines()
 FILE = "progress.json"
 
 
