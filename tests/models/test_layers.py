@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from slow_cases import slow
 
 from course_lib import configs
 from course_lib.models import layers, parameters, transformer
@@ -119,7 +120,7 @@ OPTIONS = {"norm": "rms", "norm_epsilon": 0.1, "mlp_gate": True, "mlp_activation
 OPTIONS |= {"mlp_size": 12, "attention_first": True, "rotary_base": 50.0}
 
 
-@pytest.mark.parametrize("option", [*OPTIONS, "all of them", "a gate side by side"])
+@pytest.mark.parametrize("option", [*map(slow, OPTIONS), "all of them", "a gate side by side"])
 def test_a_layer_with_an_option_is_that_of_a_few_lines_of_plain_jax(option):
     changes = {name: OPTIONS[name] for name in OPTIONS if option in (name, "all of them")}
     changes |= {"positions": "rotary"} if "rotary_base" in changes else {}
@@ -208,7 +209,7 @@ def test_rotary_angles_are_those_of_the_paper():
     np.testing.assert_allclose(layers.rotate(x, jnp.array([7]))[0, 0, 0], expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize("parallel_block", [False, True])
+@pytest.mark.parametrize("parallel_block", [False, slow(True)])
 @pytest.mark.parametrize(
     "option",
     [{"positions": "rotary"}, {"causal_mask": False}, {"softmax_dtype": "bfloat16"}],
