@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from slow_cases import slow
 
 from course_lib import configs
 from course_lib.models import layers, parameters, transformer
@@ -119,7 +120,7 @@ OPTIONS = {"norm": "rms", "norm_epsilon": 0.1, "mlp_gate": True, "mlp_activation
 OPTIONS |= {"mlp_size": 12, "attention_first": True, "rotary_base": 50.0}
 
 
-@pytest.mark.parametrize("option", [*OPTIONS, "all of them", "a gate side by side"])
+@pytest.mark.parametrize("option", [*map(slow, OPTIONS), "all of them", "a gate side by side"])
 def test_a_layer_with_an_option_is_that_of_a_few_lines_of_plain_jax(option):
     changes = {name: OPTIONS[name] for name in OPTIONS if option in (name, "all of them")}
     changes |= {"positions": "rotary"} if "rotary_base" in changes else {}
@@ -252,7 +253,7 @@ def test_heads_may_be_wider_together_than_the_model():
     assert apply(small(**shape), params, x).shape == x.shape
 
 
-@pytest.mark.parametrize("parallel_block", [False, True])
+@pytest.mark.parametrize("parallel_block", [False, slow(True)])
 @pytest.mark.parametrize(
     "option",
     [

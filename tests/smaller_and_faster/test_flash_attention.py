@@ -86,7 +86,7 @@ ROWS = jnp.array([np.repeat([1, 2, 1], lengths) for lengths in LENGTHS])
 
 
 @WAYS
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal", [True, slow(False)])
 def test_documents_in_a_row_are_attended_and_differentiated_as_if_each_were_alone(by, causal):
     """Also if two that are no neighbours have one number."""
 
