@@ -316,7 +316,7 @@ def test_tensors_of_another_model_are_refused_by_name(tmp_path):
         (
             dict(norm="layer", positions="learned"),
             "^model.norm='layer' must be 'rms'; model.positions='learned' must be 'rotary':"
-            " only then is it a LlamaForCausalLM",
+            " only then is it a LlamaForCausalLM, as those of --preset llama are",
         ),
         (dict(attention_first=False), "^model.attention_first=False must be True: "),
         (dict(num_experts=2, dtype="float32"), "^model.num_experts=2 must be 0: only"),
@@ -329,6 +329,11 @@ def test_a_shape_that_no_class_has_is_refused_with_the_values_that_it_needs(
     with pytest.raises(ValueError, match=message):
         hub.export(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_preset_is_a_llama_and_can_be_exported():
+    whole = settings.complete(configs.get("llama"))
+    assert hub._kind(whole.model) == "llama"
 
 
 def test_an_export_that_is_stopped_leaves_nothing(tmp_path, monkeypatch):
