@@ -96,6 +96,16 @@ def cpu() -> ConfigDict:
     return config
 
 
+@preset("llama")
+def small_llama() -> ConfigDict:
+    """As `cpu`, in Llama's shape, which other programs can read: 1.1 million parameters."""
+    config = cpu()
+    config.model.update(mlp_size=352, mlp_gate=True, mlp_activation="silu", norm="rms")
+    config.model.update(positions="rotary", use_bias=False, attention_first=True)
+    config.optimizer.decayed = "matrices"
+    return config
+
+
 @preset("t4")
 def t4() -> ConfigDict:
     """For a T4 of 16 GB, which Colab has: 155.9 million parameters, as in `155m`, but in

@@ -290,5 +290,7 @@ def _kind(m: ConfigDict) -> str:
     kind = min(wrong, key=lambda kind: len(wrong[kind]))
     if wrong[kind]:
         unlike = "; ".join(f"model.{f}={given[f]!r} must be {x!r}" for f, x in wrong[kind])
-        raise ValueError(f"{unlike}: only then is it a {FAMILIES[kind].architecture}")
+        raise ValueError(
+            f"{unlike}: only then is it a {FAMILIES[kind].architecture}, as those of --preset llama are"
+        )
     return kind

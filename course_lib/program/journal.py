@@ -18,6 +18,7 @@ import json
 import math
 import os
 import pathlib
+import shutil
 import socket
 import statistics
 import sys
@@ -54,15 +55,17 @@ class Journal:
         *,
         log_every: int = 1,
         writes: bool = True,
+        logger: Any = None,
     ):
         """Opens the files, and removes the lines of steps later than `after`, the restored one
-        (0: a new run) of `total`. All processes but one write and show nothing.
+        (0: a new run) of `total`. All processes but one write and show nothing. `logger` gets
+        the numbers, too: `log(values, step=step)` and `finish()`, as `wandb` has.
         """
         self._writes = writes
         if not writes:
             return
         self._folder, self._shown = pathlib.Path(folder), -math.inf
-        self._log_every, self._times = log_every, 1
+        self._log_every, self._times, self._logger = log_every, 1, logger
         shown = dict(bar_format=BAR, dynamic_ncols=True, disable=not sys.stderr.isatty())
         self._bar: tqdm = tqdm(initial=after, total=total, **shown)
         self._files: dict[str, IO[bytes]] = {}
@@ -108,6 +111,8 @@ class Journal:
             with contextlib.suppress(OSError):  # half a line, which the next start removes
                 file.close()
         self._bar.close()
+        if self._logger:
+            self._logger.finish()
 
     def write(self, step: int, name: str = "metrics", **values: Any) -> None:
         """Writes a line of numbers, None and strings into one of `FILES` before it returns. A
@@ -122,13 +127,11 @@ class Journal:
         with self._must_write(name):
             self._files[name].write((json.dumps(line, ensure_ascii=False) + "\n").encode())
             self._files[name].flush()
-        numbers = [
-            Summary.Value(tag=key, simple_value=x)
-            for key, x in values.items()
-            if isinstance(x, int | float)
-        ]
-        if numbers:
-            self._event(step, summary=Summary(value=numbers))
+        if numbers := {key: x for key, x in values.items() if isinstance(x, int | float)}:
+            tagged = [Summary.Value(tag=key, simple_value=x) for key, x in numbers.items()]
+            self._event(step, summary=Summary(value=tagged))
+            if self._logger:
+                self._logger.log(numbers, step=step)
 
     def _event(self, step: int, **what: Any) -> None:
         with self._must_write("events"):
@@ -167,7 +170,8 @@ class Journal:
         if not self._writes:
             return
         if not self._bar.disable:
-            self._bar.set_postfix_str(text, refresh=False)
+            wide = (self._bar.ncols or shutil.get_terminal_size().columns) > 130
+            self._bar.set_postfix_str(text + more * wide, refresh=False)
             self._bar.update(step - self._bar.n)
             return
         last, soon = step == self._bar.total, time.monotonic() - self._shown < QUIET

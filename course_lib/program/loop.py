@@ -138,7 +138,10 @@ def train(
                 raise Refused(str(error)) from None
         after = saved.step if saved else 0
         total = max(config.training.steps, after)
-        options = dict(log_every=config.run.log_every, writes=first)
+        options: dict[str, Any] = dict(log_every=config.run.log_every, writes=first)
+        if first and (logger := observe.logger(config.run.logger)):
+            about = dict(project="course_lib", name=str(folder), config=config.to_dict())
+            options["logger"] = logger.init(**about, resume="allow")
         book = stack.enter_context(journal.Journal(folder, after, total, **options))
         if first:
             settings.write(config, folder, inputs.tokenizer)
@@ -190,6 +193,7 @@ def prepare(
         settings.check(config)
         files.check_name(folder)
         loading.check_apart(folder, config.run.corpus)
+        observe.logger(config.run.logger)
         run, place = builder(config, devices)
         corpus, vocabulary = config.run.corpus, config.model.vocab_size
         given, kept = config.run.tokenizer, folder / "tokenizer.json"

@@ -5,6 +5,7 @@ journal's `metrics.jsonl` and `samples.jsonl`, measured ones into `times.jsonl`.
 """
 
 import contextlib
+import importlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +28,15 @@ PyTree = Any
 COUNTED = 10_000_000  # the bigram model counts at most this many tokens
 # by default a run validates on at most this many tokens; the course's corpus has fewer
 VALIDATED = 2**18
+
+
+def logger(name: str) -> Any:
+    """Returns the module of `run.logger`: `wandb`, `trackio`, or None."""
+    try:
+        return None if name == "none" else importlib.import_module(name)
+    except ImportError as error:
+        cure = f"pip install {name}, or leave it out, as metrics.jsonl has all numbers"
+        raise ValueError(f"run.logger={name!r} cannot be imported ({error}): {cure}") from None
 
 
 class Tally:

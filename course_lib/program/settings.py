@@ -30,6 +30,7 @@ from course_lib.measure import hardware
 from course_lib.program import journal
 
 NON_FINITE = ("stop", "skip")
+LOGGERS = ("none", "wandb", "trackio")
 ALL = 0  # of a mesh axis: all devices that the other axes leave
 EVERY = at_least(1, " step; for never, more than training.steps")
 KEEP = at_least(2, ": if the last is damaged, the one before is needed")
@@ -42,6 +43,7 @@ RUN = dict(
     # the tokens may not change: see `fixed`
     tokenizer=Free("course", TOKENIZER, about="or own, of this text, or a tokenizer.json"),
     weights=Field("", about="a run's folder: begins with its last parameters"),
+    logger=Free("none", LOGGERS, about="or wandb, or trackio: also gets the numbers"),
     log_every=Free(10, EVERY, about="steps between two lines of metrics, means over them"),
     validate_every=Free(250, EVERY, about="steps, and at the end"),
     # fixed, since validation losses are compared with each other

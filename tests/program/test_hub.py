@@ -316,7 +316,7 @@ def test_tensors_of_another_model_are_refused_by_name(tmp_path):
         (
             dict(norm="layer", positions="learned"),
             "^model.norm='layer' must be 'rms'; model.positions='learned' must be 'rotary':"
-            " only then is it a LlamaForCausalLM",
+            " only then is it a LlamaForCausalLM, as those of --preset llama are",
         ),
         (dict(attention_first=False), "^model.attention_first=False must be True: "),
         (dict(num_experts=2, dtype="float32"), "^model.num_experts=2 must be 0: only"),
@@ -329,6 +329,11 @@ def test_a_shape_that_no_class_has_is_refused_with_the_values_that_it_needs(
     with pytest.raises(ValueError, match=message):
         hub.export(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_preset_is_a_llama_and_can_be_exported():
+    whole = settings.complete(configs.get("llama"))
+    assert hub._kind(whole.model) == "llama"
 
 
 def test_an_export_that_is_stopped_leaves_nothing(tmp_path, monkeypatch):
@@ -535,8 +540,9 @@ def test_transformers_computes_the_same_logits_before_and_after(theirs, quick, t
     """Into a run and out again, and out of a run that was trained here for two steps."""
     theirs("make", made := tmp_path / "made")
     folders = sorted(made.iterdir())
-    assert [f.name for f in folders] == ["gpt2", "llama", "qwen3", "tied"]
-    assert len(list((made / "llama").glob("*.safetensors"))) > 1
+    made = "gpt2 linear llama llama31 mistral qwen2 qwen3 tied wide"
+    assert " ".join(f.name for f in folders) == made
+    assert len(list((folders[2]).glob("*.safetensors"))) > 1
     for folder, answer in zip(folders, theirs("read", *folders), strict=True):
         whole = with_model(hub.model(folder))
         params = hub.load(folder, whole.model)

@@ -102,6 +102,19 @@ def test_a_line_is_there_when_write_returns_and_what_is_not_finite_is_null(tmp_p
         }
 
 
+def test_a_logger_gets_the_numbers_of_each_line_and_its_end(tmp_path):
+    got = []
+    logger = types.SimpleNamespace(
+        log=lambda numbers, step: got.append((step, numbers)), finish=lambda: got.append("end")
+    )
+    with Journal(tmp_path, 0, 10, logger=logger) as book:
+        book.write(1, loss=0.5, learning_rate=0.1)
+        book.write(1, "times", device="cpu", tokens_per_second=8.0)
+        book.write(1, "samples", text="no number")
+    line = (1, dict(loss=0.5, learning_rate=0.1))
+    assert got == [line, (1, dict(tokens_per_second=8.0)), "end"]
+
+
 def test_all_lines_are_on_the_disk_when_sync_returns(tmp_path, monkeypatch):
     fsync, synced = os.fsync, set()
 

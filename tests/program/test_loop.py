@@ -5,7 +5,9 @@ import dataclasses
 import json
 import os
 import signal
+import sys
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -295,3 +297,26 @@ def test_skipping_can_begin_in_the_middle_and_changes_nothing_where_all_is_finit
     folder = at(30)
     train(text, folder, run__non_finite="skip", run__sample_tokens=0)
     assert_same_losses(folder, unbroken)
+
+
+def test_a_logger_is_told_of_the_run_and_of_its_lines_and_one_that_is_missing_is_named(
+    text, tmp_path, monkeypatch
+):
+    got = []
+    run = types.SimpleNamespace(
+        log=lambda numbers, step: got.append(step), finish=lambda: got.append("end")
+    )
+    began = {}
+    logger = types.SimpleNamespace(init=lambda **about: began.update(about) or run)
+    for module, missing in (("trackio", False), ("wandb", True)):
+        monkeypatch.setitem(sys.modules, module, None if missing else logger)
+        folder = tmp_path / module
+        with contextlib.ExitStack() as stack:
+            if missing:
+                error = "run.logger='wandb' cannot be imported .*pip install wandb"
+                stack.enter_context(pytest.raises(loop.Refused, match=error))
+            train(text, folder, training__steps=7, run__logger=module)
+        assert (folder / "metrics.jsonl").exists() != missing
+    assert began["name"] == str(tmp_path / "trackio") and began["resume"] == "allow"
+    assert began["config"]["run"]["logger"] == "trackio"
+    assert got[0] == 0 and got[-2:] == [7, "end"]
