@@ -291,6 +291,7 @@ def _kind(m: ConfigDict) -> str:
     if wrong[kind]:
         unlike = "; ".join(f"model.{f}={given[f]!r} must be {x!r}" for f, x in wrong[kind])
         raise ValueError(
-            f"{unlike}: only then is it a {FAMILIES[kind].architecture}, as those of --preset llama are"
+            f"{unlike}: only then is it a {FAMILIES[kind].architecture}; models of the preset"
+            " 'llama' can be exported"
         )
     return kind

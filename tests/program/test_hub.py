@@ -316,7 +316,7 @@ def test_tensors_of_another_model_are_refused_by_name(tmp_path):
         (
             dict(norm="layer", positions="learned"),
             "^model.norm='layer' must be 'rms'; model.positions='learned' must be 'rotary':"
-            " only then is it a LlamaForCausalLM, as those of --preset llama are",
+            " only then is it a LlamaForCausalLM; models of the preset 'llama' can be exported",
         ),
         (dict(attention_first=False), "^model.attention_first=False must be True: "),
         (dict(num_experts=2, dtype="float32"), "^model.num_experts=2 must be 0: only"),
