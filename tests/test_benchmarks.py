@@ -264,7 +264,6 @@ def measured_words():
         ("05", f"each of {len(known)} measured steps"),
         ("05", f"{times[0]:.2f} to {times[-1]:.2f} times its attainable time"),
         ("05", f"in the median {statistics.median(times):.2f} times"),
-        ("12", f"minibatches took {many[0]:.1f} to {many[-1]:.1f} times their estimate"),
         *(
             (
                 "15",

@@ -221,7 +221,11 @@ ALWAYS_SLOW = {
         test_a_run_with_offload_trains_like_one_without_on_both_ways_to_build_it
         test_the_program_trains_with_offload_and_continues_from_a_checkpoint
         test_codes_scales_and_keys_of_an_optimizer_outlive_a_stop
+        test_odd_numbers_of_devices_have_the_same_gradient
         test_a_run_that_goes_on_without_donation_is_the_same_bit_for_bit""",
+    "82 published layouts, each beside all that its software offers; quick tests take one": """
+        test_nanotrons_winners_contradict_the_formula
+        test_elsewhere_most_published_layouts_are_within_the_formulas_error""",
     "another package is installed, with gigabytes of PyTorch": """
         test_transformers_computes_the_same_logits_before_and_after""",
     "whole notebooks or benchmarks run": """

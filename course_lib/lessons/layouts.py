@@ -17,7 +17,6 @@ from course_lib import measure, planner
 from course_lib.lessons.check.answers import WrongAnswer, exercise, require
 from course_lib.many_devices.cluster_model import Cluster
 from course_lib.measure import hardware
-from course_lib.planner import Frameworks, Layout, Shape
 from course_lib.show import notebook
 
 AXES = ("data", "fsdp", "pipe", "context", "tensor")
@@ -28,22 +27,24 @@ class Level:
     """A model with its batch, and the GPUs for it."""
 
     title: str
-    space: Frameworks
+    space: "planner.Frameworks"
     cluster: Cluster
 
 
-def model(layers: int, width: int, seq_len: int = 4096, vocab: int = 128_000) -> Shape:
+def model(
+    layers: int, width: int, seq_len: int = 4096, vocab: int = 128_000
+) -> "planner.Shape":
     """Returns a Transformer like Nemotron-4's: eight heads of keys and values."""
-    return Shape(
+    return planner.Shape(
         layers, width, width // 128, 128, 4 * width, vocab, seq_len=seq_len, kv_heads=8
     )
 
 
-def level_of(name: str, shape: Shape, gpus: int, tokens: int) -> Level:
+def level_of(name: str, shape: "planner.Shape", gpus: int, tokens: int) -> Level:
     """Returns a model on H100s, with so many tokens per GPU."""
     cluster = Cluster(hardware.get("h100"), gpus)
     title = f"{name} on {gpus} H100s, {tokens:,} tokens per GPU"
-    return Level(title, Frameworks(shape, gpus * tokens // shape.seq_len), cluster)
+    return Level(title, planner.Frameworks(shape, gpus * tokens // shape.seq_len), cluster)
 
 
 @functools.cache
@@ -58,7 +59,7 @@ def levels() -> dict[int, Level]:
 
 
 @functools.cache
-def ranked(level: int) -> tuple[Layout, ...]:
+def ranked(level: int) -> tuple["planner.Layout", ...]:
     """Returns all layouts of a level that fit, the fastest first."""
     return tuple(planner.ranked(levels()[level].space, levels()[level].cluster))
 
@@ -158,10 +159,10 @@ FASTER = {
     "expert": "This model has no experts.",
 }
 
-_submissions: dict[int, list[Layout]] = {}
+_submissions: dict[int, list["planner.Layout"]] = {}
 
 
-def _table(level: int, target: Layout) -> None:
+def _table(level: int, target: "planner.Layout") -> None:
     """Prints the submissions of a level below its target, which is not named."""
     rows = [("target", target)]
     rows += [(f"{i}. {each.name}", each) for i, each in enumerate(_submissions[level], 1)]

@@ -61,7 +61,7 @@ def test_before_the_first_step_a_run_is_checked_once_and_built_once(
 
     whole = configuration(text, data__batch_size=8)  # of a batch that no other test builds
     times = {(settings, "check"): 1, (training, "check"): 0}
-    times |= {(training, "functions"): 1, (training, "make_train_step"): 1}
+    times |= {(training, "next_token_loss"): 1, (training, "make_train_step"): 1}
     called = {of: mock.Mock(wraps=getattr(*of)) for of in times}
     for of in times:
         monkeypatch.setattr(*of, called[of])
