@@ -1,5 +1,5 @@
-"""`pip install course-lib` brings few packages, and each technique works with them. What needs
-another package names its extra.
+"""`pip install course-lib` brings few packages, and each technique works with them. A module
+that needs another package names its extra.
 """
 
 import importlib.metadata

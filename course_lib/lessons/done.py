@@ -1,4 +1,4 @@
-"""What a learner has done: a file of exercises beside the game's scoreboard.
+"""The exercises that a learner has done, in a file beside the game's scoreboard.
 
 The files are in the course's cache folder, or beside `$COURSE_SCOREBOARD`. A test run has a
 temporary folder of its own. On Colab, put them on your Drive to keep them for more than a day.
@@ -56,7 +56,11 @@ def exercises() -> list[str]:
     """Returns the exercises that have been answered right, in the order of the answers."""
     try:
         return list(json.loads(path(FILE).read_text()))
-    except (OSError, ValueError):  # none yet, or a damaged file: its exercises count as open
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+    ):  # none yet, or a damaged file: its exercises count as open
         return []
 
 

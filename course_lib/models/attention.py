@@ -22,7 +22,7 @@ from course_lib.one_device import mixed_precision
 
 
 class Implementation(NamedTuple):
-    """What an implementation of attention can do."""
+    """The abilities of an implementation of attention."""
 
     written_out: bool = False  # in this file; the softmax in a dtype of choice
     fused: bool = False  # one kernel, which never stores the scores

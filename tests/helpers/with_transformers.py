@@ -53,7 +53,7 @@ def read(folder):
     answer = dict(tokens=tokens.tolist(), logits=logits.tolist(), dtype=str(logits.dtype))
     answer["problems"] = [len(report[kind]) for kind in ("missing_keys", "unexpected_keys")]
     if (folder / "tokenizer.json").exists():
-        # Of a Qwen2, AutoTokenizer splits a text as Qwen does, whatever tokenizer.json says.
+        # AutoTokenizer splits a Qwen2's text as Qwen does, whatever tokenizer.json says.
         of_qwen2 = model.config.model_type == "qwen2"
         kind = transformers.PreTrainedTokenizerFast if of_qwen2 else transformers.AutoTokenizer
         tokenizer = kind.from_pretrained(folder)

@@ -213,8 +213,8 @@ def test_rotary_angles_are_those_of_the_paper():
 
 
 def test_scaled_positions_turn_more_slowly_and_fast_ones_do_not_in_llama_3():
-    """Of 8 pairs, those that turn four times within 64 positions, those that turn less than
-    once, and those between.
+    """Three kinds of pairs: they turn four times within 64 positions, less than once, or
+    between.
     """
     given = dict(head_dim=16, rotary_base=100.0, rotary_factor=8.0, rotary_length=64)
     usual = np.asarray(layers.rotary_speeds(small(**given)))

@@ -84,7 +84,7 @@ CASES = {
 }
 
 
-# What a layer computes is no matter of the backward pass: one model with all options is enough.
+# The backward pass asks nothing of a layer's options: one model with all of them is enough.
 SLOW = ("one minibatch", "a loop", "dropout", "values are kept by name")
 SLOW += ("flash attention", "parallel blocks")
 

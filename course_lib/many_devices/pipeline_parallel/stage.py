@@ -37,7 +37,7 @@ PARTS = {
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
-    """What a device carries from one slot of time to the next. Buffers have a slot for each
+    """A device's carry from one slot of time to the next. Buffers have a slot for each
     value that waits (`slots`).
     """
 
