@@ -96,6 +96,17 @@ def check(config: ConfigDict) -> None:
     configs.check_pairs(config)
 
 
+def fast_on_cpu(config: ConfigDict, chosen: Collection[str] = ()) -> None:
+    """Sets the fields that make steps faster on a CPU, except those in `chosen`. Numbers change
+    by rounding. Axes other than "data" have products and attention of their own.
+    """
+    if all(config.mesh[axis] == 1 for axis in meshes.AXES if axis != "data"):
+        if "model.flat_products" not in chosen:
+            config.model.flat_products = True
+        if "model.attention" not in chosen and config.model.attention == "reference":
+            config.model.attention = "blocks"
+
+
 def described() -> str:
     """Returns what --help says about the fields of --set."""
     run = [f"{name}={f.default} ({f.about})" for name, f in RUN.items()]

@@ -1,11 +1,9 @@
 """Sets notebooks up, shows source code, and prints tables."""
 
-import ctypes
 import dataclasses
 import inspect
 import numbers
 import os
-import platform
 import textwrap
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -15,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from course_lib import extras
+from course_lib.measure.environment import keep_memory as keep_memory
 
 with extras.needed("pictures"):
     from IPython.display import Markdown, display
@@ -47,20 +46,6 @@ def setup() -> None:
     why_not = virtual.why_unavailable()
     gpus = f"no. {why_not}" if why_not else "yes"
     print(f"{versions} on {jax.devices()[0].device_kind}; virtual GPUs: {gpus}")
-
-
-def keep_memory() -> None:
-    """Keeps the memory that JAX frees on a CPU, so that the next step uses it again.
-
-    By default glibc returns large arrays to Linux, and asks for new pages in each step: a third
-    of the processor time of a small model's step. Without glibc this does nothing.
-    Source: https://man7.org/linux/man-pages/man3/mallopt.3.html
-    """
-    if platform.libc_ver()[0] == "glibc":
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-4, 0)  # M_MMAP_MAX: no array gets pages of its own
-        mallopt(-1, -1)  # M_TRIM_THRESHOLD: nothing is returned
-        mallopt(-8, 1)  # M_ARENA_MAX: all threads share the free memory
 
 
 def source(*objects: Any) -> None:

@@ -26,6 +26,8 @@ def leaves_the_process_as_it_was(no_launcher, monkeypatch):
     # so that it is taken back whatever comes
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "")
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    # cannot be taken back
+    monkeypatch.setattr(command.environment, "keep_memory", lambda: None)
 
 
 GPT2 = dict(model_type="gpt2", n_embd=768, n_head=12, n_layer=12, n_positions=1024)
@@ -210,6 +212,23 @@ def test_the_share_of_a_gpus_memory_is_set_before_jax_looks_for_devices(monkeypa
     monkeypatch.setattr(command.processes, "start", start)
     monkeypatch.setattr(command, "_train", lambda *_: order.append("steps") or 0)
     assert command.main([]) == 0 and order == ["devices", "steps"]
+
+
+def test_on_a_cpu_the_command_takes_what_is_faster_unless_it_is_told_otherwise(
+    monkeypatch, tmp_path
+):
+    def attention(*given):
+        chosen = []
+        monkeypatch.setattr(command, "_train", lambda config, _: chosen.append(config) or 0)
+        assert command.main([*given]) == 0
+        return chosen[0].model.attention
+
+    kept = []
+    monkeypatch.setattr(command.environment, "keep_memory", lambda: kept.append(True))
+    assert attention() == "blocks" and kept
+    assert attention("--set", "model.attention=xla") == "xla"
+    (tmp_path / "config.json").write_text(json.dumps(configs.get("cpu").to_dict()))
+    assert attention("--config", str(tmp_path / "config.json")) == "reference"
 
 
 ENDS = [

@@ -155,6 +155,27 @@ def test_a_run_may_begin_to_leave_updates_out_but_not_end_to():
     assert settings.changed(skip, stop) == ["run.non_finite: 'skip' saved, 'stop' given"]
 
 
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, (True, "blocks")),
+        ({"mesh.tensor": 2}, (False, "reference")),  # has products of its own
+        ({"mesh.context": 2}, (False, "reference")),  # has attention of its own
+        ({"model.attention": "xla"}, (True, "xla")),
+        ({"model.flat_products": False}, (False, "blocks")),
+        ({"model.attention": "reference"}, (True, "reference")),
+    ],
+)
+def test_on_a_cpu_the_faster_fields_are_taken_where_nobody_chose_others(changed, expected):
+    config = settings.complete(configs.get("cpu"))
+    for field, value in changed.items():
+        part, name = field.split(".")
+        config[part][name] = value
+    settings.fast_on_cpu(config, set(changed))
+    settings.check(config)
+    assert (config.model.flat_products, config.model.attention) == expected
+
+
 def test_where_layers_are_stored_in_the_order_of_stages_these_stay():
     two = settings.fixed(small(**{"strategy.chunks": 2, "mesh.pipe": 2}))
     assert two != settings.fixed(small(**{"mesh.pipe": 2})) and two != settings.fixed(small())

@@ -4,9 +4,6 @@ tables that line up.
 
 import dataclasses
 import os
-import platform
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -33,29 +30,6 @@ def test_a_jax_that_is_too_old_is_refused_with_the_command_that_helps(monkeypatc
     monkeypatch.setattr(jax, "__version_info__", (0, 7, 1))
     with pytest.raises(RuntimeError, match=r"jax .* is too old.*pip install 'jax>=0.7.2'"):
         notebook.setup()
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc alone returns memory")
-@pytest.mark.parametrize("kept", [False, True])
-def test_an_array_gets_the_pages_of_the_one_before_if_memory_is_kept(kept):
-    program = f"""
-import resource
-import numpy as np
-from course_lib.show import notebook
-if {kept}:
-    notebook.keep_memory()
-for _ in range(2):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    array = np.ones(2**23)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    del array
-"""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
-    output = subprocess.check_output(
-        [sys.executable, "-c", program], text=True, env=environment
-    )
-    first, second = map(int, output.split())
-    assert second < first / 10 if kept else second > first / 2
 
 
 def test_sources_are_those_of_the_live_functions_in_order_also_inside_of_jit(monkeypatch):
