@@ -33,10 +33,11 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from benchmarks import table
-from benchmarks.minute import KEEP
 from course_lib import configs, optimizers, training
 from course_lib.text.data import Batch
 
+# glibc then keeps what a step frees, as `measure.environment.keep_memory` makes it do.
+KEEP = {"MALLOC_TRIM_THRESHOLD_": "-1", "MALLOC_MMAP_MAX_": "0", "MALLOC_ARENA_MAX": "1"}
 LIKE_EAGER, LIKE_DROPOUT = "PyTorch, eager", "PyTorch, eager, dropout 0.1"
 DROPOUT = {"model.dropout_rate": 0.1}
 # By PyTorch or the library, with which changes of the model, and whether the process keeps its

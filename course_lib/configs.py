@@ -80,8 +80,8 @@ def cpu() -> ConfigDict:
     95 s on two idle cores.
 
     Trained on the course's corpus it predicts better than a bigram model (notebook 05).
-    model.flat_products and model.attention="blocks" make it faster on a CPU
-    (docs/benchmarks.md).
+    The program adds model.flat_products and model.attention="blocks", which are faster on a
+    CPU (docs/benchmarks.md).
     """
     config = published_155m()
     config.model.update(

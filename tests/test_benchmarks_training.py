@@ -58,7 +58,7 @@ def test_a_row_has_the_medians_and_says_whether_both_reach_the_goal(loss, second
 @pytest.mark.slow
 def test_it_trains_by_the_program_and_stores_what_it_prints(monkeypatch, capsys, tmp_path):
     few = {"training.steps": 2, "optimizer.total_steps": 2, "optimizer.warmup_steps": 1}
-    few |= minute.FAST | {"model.num_layers": 1, "run.validation_batches": 1}
+    few |= {"model.num_layers": 1, "run.validation_batches": 1}
     monkeypatch.setattr(minute, "CASES", {"tiny": few})
     words = ["minute", "--repeats", "1", "--cases", "tiny", "--out", str(tmp_path)]
     monkeypatch.setattr("sys.argv", words)
