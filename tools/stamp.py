@@ -21,11 +21,13 @@ BADGE = (
 SETUP = """\
 # On Colab: install the library and what it needs. Elsewhere: check versions.
 import importlib.util
+import subprocess
 import sys
 
-if "google.colab" in sys.modules and importlib.util.find_spec("course_lib") is None:
-    %pip install -q --no-deps "course_lib @ git+https://github.com/{repo}"
-    !{{sys.executable}} -m course_lib.show.colab
+if "google.colab" in sys.modules:
+    if importlib.util.find_spec("course_lib") is None:
+        %pip install -q --no-deps "course_lib @ git+https://github.com/{repo}"
+    subprocess.run([sys.executable, "-m", "course_lib.show.colab"], check=True)
 
 from course_lib.show import notebook
 {first}

@@ -29,7 +29,6 @@ from course_lib.models import attention
 from course_lib.program import loop, room, settings
 
 # docs/backtest.md, and tests/planner/test_course.py
-ERROR = "by formulas: half of published steps are within 8%, compiled memory within a fifth"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +190,8 @@ def _suggest(config: ConfigDict, cluster: Cluster) -> tuple[dict[str, Any], str]
             f" {_mesh(each.axes)}",
             f"  {flags or 'as it is'}",
         ]
-    return changes[0], f"\n{'':21}".join([f"layouts to try, {ERROR}", *lines])
+    tie = f"closer than {planner.LAYOUT_ERROR:.0%} is a tie, memory is within a fifth"
+    return changes[0], f"\n{'':21}".join([f"layouts to try, by formulas: {tie}", *lines])
 
 
 def _changes(

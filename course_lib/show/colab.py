@@ -2,12 +2,14 @@
 
     python -m course_lib.show.colab
 
-Colab's packages keep their versions: pip gets them as constraints. A CPU runtime gets another
-JAX and Flax, which can compile for GPUs that are not there and run with Colab's NumPy. On a GPU
-or TPU runtime Colab's own JAX drives the chip, and stays.
+Run again, it installs what is still missing. Colab's packages keep their versions: pip gets
+them as constraints. A CPU runtime gets another JAX and Flax, which can compile for GPUs that
+are not there and run with Colab's NumPy. On a GPU or TPU runtime Colab's own JAX drives the
+chip, and stays.
 """
 
 import glob
+import importlib
 import importlib.metadata
 import os
 import subprocess
@@ -24,6 +26,8 @@ RAISED = ("absl-py", "urllib3")
 VIRTUAL_GPUS = ["jax[cuda13-local]==0.10.2", "nvidia-cuda-nvcc>=13,<14", "nvidia-nvvm>=13,<14"]
 VIRTUAL_GPUS += ["flax>=0.12.8,<1"]
 REPLACED = ("jax", "jaxlib", "flax")
+# Imported after the installation, to see that they work beside Colab's packages.
+MODULES = ("jax", "flax", "optax", "ml_collections", "jaxtyping", "grain", "orbax.checkpoint")
 
 
 def runtime() -> str:
@@ -46,15 +50,48 @@ def constraints(kind: str, installed: Iterable[tuple[str, str]]) -> list[str]:
     return sorted(f"{name}=={version}" for name, version in kept)
 
 
-def main() -> int:
-    """Installs what is missing, and returns pip's exit status."""
-    kind = runtime()
+def missing(kind: str) -> list[str]:
+    """Returns the requirements that the installed packages do not meet."""
+    from packaging.requirements import Requirement  # Colab has it, an empty environment not
+
+    def meets(requirement: Requirement) -> bool:
+        try:
+            return requirement.specifier.contains(importlib.metadata.version(requirement.name))
+        except importlib.metadata.PackageNotFoundError:
+            return False
+
+    return [line for line in requirements(kind) if not meets(Requirement(line))]
+
+
+def install(kind: str) -> int:
+    """Installs what a runtime needs, and returns pip's exit status."""
     installed = [(d.name, d.version) for d in importlib.metadata.distributions() if d.name]
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write("\n".join(constraints(kind, installed)))
         file.flush()
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint", file.name]
         return subprocess.call([*pip, *requirements(kind)])
+
+
+def main() -> int:
+    """Installs what is missing and imports it. Returns 0, or 1 after a sentence that says what
+    went wrong.
+    """
+    kind, wrong = runtime(), ""
+    if missing(kind):
+        status = install(kind)
+        importlib.invalidate_caches()
+        if lacks := missing(kind):
+            wrong = f"pip ended with status {status}, and {', '.join(lacks)} cannot be had"
+    try:
+        for module in MODULES if not wrong else ():
+            importlib.import_module(module)
+    except Exception as error:  # a package that is there may still be broken
+        wrong = f"the module {module} cannot be imported ({error!r})"
+    if wrong:
+        cure = "run this cell again; if that does not help, Runtime > Disconnect and delete"
+        print(f"The set-up is not complete: {wrong}. {cure} runtime", file=sys.stderr)
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -30,3 +30,49 @@ def test_colabs_runtime_is_told_by_its_chip(device, kind, monkeypatch):
         colab.glob, "glob", lambda pattern: [device] * fnmatch.fnmatch(device, pattern)
     )
     assert colab.runtime() == kind
+
+
+def test_the_set_up_installs_once_and_again_only_what_is_missing(monkeypatch, capsys):
+    have, calls = {}, []
+    needed = {Requirement(line).name: line for line in colab.requirements("cpu")}
+
+    def version(name):
+        if name not in have:
+            raise colab.importlib.metadata.PackageNotFoundError
+        return have[name]
+
+    def pip(command):
+        calls.append(command)
+        have.update(dict.fromkeys(needed, "99"))
+        have.update(jax="0.10.2", flax="0.12.8")
+        have["tensorboard-plugin-profile"] = "2.24"
+        have["nvidia-cuda-nvcc"] = have["nvidia-nvvm"] = "13"
+        return 0
+
+    monkeypatch.setattr(colab, "runtime", lambda: "cpu")
+    monkeypatch.setattr(colab.importlib.metadata, "version", version)
+    monkeypatch.setattr(colab.subprocess, "call", pip)
+    monkeypatch.setattr(colab.importlib, "import_module", lambda name: None)
+    assert colab.main() == 0 and len(calls) == 1
+    assert colab.main() == 0 and len(calls) == 1
+    del have["grain"]
+    assert colab.missing("cpu") == ["grain"]
+    assert colab.main() == 0 and len(calls) == 2
+    assert not capsys.readouterr().err
+
+
+def test_a_set_up_that_fails_says_what_is_missing_and_ends_with_1(monkeypatch, capsys):
+    monkeypatch.setattr(colab, "runtime", lambda: "cpu")
+    monkeypatch.setattr(colab, "missing", lambda kind: ["grain"])
+    monkeypatch.setattr(colab.subprocess, "call", lambda command: 1)
+    assert colab.main() == 1
+    error = capsys.readouterr().err
+    assert error.startswith("The set-up is not complete: pip ended with status 1, and grain")
+
+    def broken(name):
+        raise ImportError("undefined symbol")
+
+    monkeypatch.setattr(colab, "missing", lambda kind: [])
+    monkeypatch.setattr(colab.importlib, "import_module", broken)
+    assert colab.main() == 1
+    assert "jax cannot be imported (ImportError('undefined symbol'))" in capsys.readouterr().err
