@@ -27,7 +27,9 @@ import sys
 if "google.colab" in sys.modules:
     if importlib.util.find_spec("course_lib") is None:
         %pip install -q --no-deps "course_lib @ git+https://github.com/{repo}"
-    subprocess.run([sys.executable, "-m", "course_lib.show.colab"], check=True)
+    install = [sys.executable, "-m", "course_lib.show.colab"]
+    done = subprocess.run(install, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0, done.stderr  # run the cell again: it installs what is missing
 
 from course_lib.show import notebook
 {first}
