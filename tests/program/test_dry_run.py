@@ -84,7 +84,8 @@ def test_the_programs_step_is_compiled_as_configured_and_a_faster_mesh_is_advice
     assert "2 x" in found.text() and ": fits" in found.text()
     assert "% is exposed communication; MFU " in time
     assert f"or {found.estimate.unhidden.total:.3g} s if transfers of gradients and" in unhidden
-    assert advice.startswith("advice ") and " layouts to try, by formulas: half of" in advice
+    assert advice.startswith("advice ")
+    assert " layouts to try, by formulas: closer than 12%" in advice
     fastest = {}
     for _, each, remat in sorted(ranked, key=lambda found: found[0]):
         fastest.setdefault((*each.axes.items(), each.strategy.zero), (each, remat))
