@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from course_lib import configs
+from course_lib import configs, training
 from course_lib.models import parameters, transformer
 from course_lib.one_device import rematerialization
 
@@ -36,6 +36,23 @@ def of_block(sequences: int, **options: Any) -> list[Residual]:
     x = jax.ShapeDtypeStruct((sequences, LENGTH, WIDTH), jnp.bfloat16)
     arrays = rematerialization.residuals(transformer.parts(model).layer, params, x)
     return [array for array in arrays if "argument [0]" not in array.why]
+
+
+def of_one_more_layer(sequences: int, **options: Any) -> int:
+    """Returns the bytes that one more layer of the scan saves. `options` as in `of_block`."""
+
+    def saved(num_layers: int) -> int:
+        config = configs.get("155m")
+        config.model.update(dropout_rate=0.0, num_layers=num_layers, **{"remat": ()} | options)
+        config.data.batch_size, config.training.num_minibatches = sequences, 1
+        run = training.build(config)
+        state, batch = run.abstract()
+        arrays = rematerialization.residuals(
+            lambda params, batch: run.loss_fn(params, batch, None)[0], state.params, batch
+        )
+        return sum(array.bytes for array in arrays if not array.why.startswith("argument"))
+
+    return saved(3) - saved(2)
 
 
 def by_operation(

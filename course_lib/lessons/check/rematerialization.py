@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from course_lib import measure
 from course_lib.lessons import saved_arrays
-from course_lib.lessons.check.answers import close, equations
+from course_lib.lessons.check.answers import close, equations, programs_in
 from course_lib.lessons.check.exercises import (
     Function,
     Numbers,
@@ -101,6 +101,31 @@ def grouped(layer, w, x, k=8):
     return jax.lax.scan(add_group, x, w.reshape(-1, k, *w.shape[1:]))[0]
 
 
+WITHOUT_BARRIERS = functools.partial(jax.checkpoint, prevent_cse=False)
+
+
+def unrolled(add, x, w):
+    for i in range(len(w)):
+        x, _ = add(x, w[i])
+    return x, None
+
+
+def can_merge(program, inside_scan=False):
+    """Whether a compiler can merge a recomputation with the first computation: it has no
+    barriers, and no loop keeps the two apart.
+    """
+    unguarded = [
+        e for e in program.eqns if "prevent_cse" in e.params and not e.params["prevent_cse"]
+    ]
+    if len(unguarded) > inside_scan:
+        return True
+    return any(
+        can_merge(inner, eqn.primitive.name == "scan")
+        for eqn in program.eqns
+        for inner in programs_in(eqn)
+    )
+
+
 LAYERS_ALONE = change("    @jax.checkpoint\n    def add_group", "    def add_group")
 GROUPS_ALONE = change("    @jax.checkpoint\n    def add_layer", "    def add_layer")
 
@@ -179,6 +204,10 @@ square_root = Function(
         "three levels": (three_levels, lambda it: it.passes > 3),
         "groups alone": (GROUPS_ALONE, lambda it: it.passes != 3),
         "other groups": (change("k=8", "k=4"), lambda it: it.held != 16),
+        "merged": (
+            change("@jax.checkpoint", "@WITHOUT_BARRIERS", "jax.lax.scan(", "unrolled("),
+            lambda it: can_merge(jax.make_jaxpr(it.of)(*it.args[1:]).jaxpr),
+        ),
     },
 )
 
@@ -187,11 +216,16 @@ STATE, BUDGET = 16 * 12 * 1024**2, 22 * 2**30  # bytes of a layer, and of the GP
 
 @functools.cache
 def saved_by_a_layer(*modules):
-    """Returns the bytes that a layer of width 1024 saves of 16 x 512 tokens.
+    """Returns the bytes that a layer of width 1024, in a scan, saves of 16 x 512 tokens.
 
     `modules` are rematerialized, of `rematerialization.MODULES`.
     """
-    return sum(array.bytes for array in saved_arrays.of_block(16, remat=modules))
+    return saved_arrays.of_one_more_layer(16, remat=modules)
+
+
+def alone():
+    """Returns how many layers would fit if each saved what a block alone saves."""
+    return BUDGET // (STATE + sum(array.bytes for array in saved_arrays.of_block(16)))
 
 
 depth = Numbers(
@@ -210,6 +244,7 @@ depth = Numbers(
         "without": {
             "state": lambda right: BUDGET // saved_by_a_layer(),
             "arrays": BUDGET // STATE,
+            "alone": lambda right: alone(),
             "not positive": (0, lambda it: not it.without >= 1),
             "number": ...,
         },
