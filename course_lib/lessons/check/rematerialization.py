@@ -251,6 +251,7 @@ depth = Numbers(
         "with_remat": {
             "state with": lambda right: BUDGET // saved_by_a_layer("Block"),
             "input": BUDGET // STATE,
+            "two inputs": lambda right: BUDGET // (STATE + 2 * saved_by_a_layer("Block")),
             "12 bytes": [
                 lambda right: BUDGET // (STATE * 3 // 4 + saved_by_a_layer("Block")),
                 BUDGET // (STATE * 3 // 4),
