@@ -65,11 +65,12 @@ test-all: test ## all of `make test`, with the slow tests
 
 unit-all: unit ## the unit tests alone, with the slow ones
 
-lint: .venv/.installed ## lint, types, the workflow of GitHub
+lint: .venv/.installed ## lint, types, GitHub's workflows and forms
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(PY) -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(PY) -m check_jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/*.yml
 
 unit: .venv/.installed ## the unit tests alone, without the slow ones
 	$(PY) $(UNIT) --durations=10
