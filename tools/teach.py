@@ -54,9 +54,8 @@ def hand_out(folder: Path) -> None:
 
 def digest(book: NotebookNode) -> str:
     """Returns a short hash of a notebook's text, which says from which release a copy is."""
-    return hashlib.sha256("\n".join(cell.source for cell in book.cells).encode()).hexdigest()[
-        :16
-    ]
+    text = "\n".join(cell.source for cell in book.cells)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def exercises(book: NotebookNode) -> list[str]:
@@ -182,7 +181,8 @@ def main() -> None:
             return hand_out(folder)
         if not (paths := sorted(folder.glob(f"[!.]*/{number}*.ipynb"))):
             sys.exit(f"FOLDER={folder} must hold STUDENT/{number or 'NN'}_name.ipynb")
-        table = open(options.csv or os.devnull, "x" if options.csv else "w", newline="")
+        place, mode = (options.csv, "x") if options.csv else (os.devnull, "w")
+        table = open(place, mode, newline="", encoding="utf-8")
     except FileExistsError:
         sys.exit(f"CSV={options.csv} is there already: name a new file")
     except OSError as error:
