@@ -108,7 +108,7 @@ def run(cells: list[str], minutes: float) -> tuple[list[str], str]:
             timeout_func=lambda cell: max(1, int(end - time.monotonic())),
             allow_errors=True,
             kernel_name="python3",
-            extra_arguments=["--log-level=ERROR"],
+            extra_arguments=["--log-level=CRITICAL"],
             resources={"metadata": {"path": folder}},
         )
         with mock.patch.dict(os.environ, board):
