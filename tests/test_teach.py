@@ -1,8 +1,11 @@
 """A class gets notebooks without solutions; its grades are the exercises that are right."""
 
+import re
+
 import nbformat
 import pytest
 import teach
+from slow_cases import slow
 
 SETUP = "setup = 1  # notebook.setup()"
 RANGE, DIVISION = "check.loss_scale_range(low, high)", "check.forgotten_division(one, four)"
@@ -70,6 +73,31 @@ def test_a_grade_counts_right_answers_whatever_the_cells_before_them_do(course, 
     names = ["loss_scale_range", "forgotten_division"][2 - right :]
     assert teach.grade(path) == (right, 2, " ".join(names), "")
     assert path.read_bytes() == before
+
+
+NOTEBOOKS = sorted(teach.FOLDER.glob("*.ipynb"))
+
+
+@pytest.mark.parametrize(
+    "original",
+    [path if path.name[:2] == "21" else slow(path) for path in NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
+def test_with_the_folded_solutions_as_answers_all_exercises_are_right(original, tmp_path):
+    book = nbformat.read(original, 4)
+    text = "\n".join(cell.source for cell in book.cells if cell.cell_type == "markdown")
+    codes = [
+        "\n".join(re.findall(r"```python\n(.*?)```", x, re.S))
+        for x in teach.SOLUTION.findall(text)
+    ]
+    for cell in book.cells:
+        names = teach.CHECK.findall(cell.source) if cell.cell_type == "code" else []
+        cell.source = next(
+            (x for x in codes if names and f"check.{names[0]}(" in x), cell.source
+        )
+    nbformat.write(book, tmp_path / original.name)
+    right, of, names, _ = teach.grade(tmp_path / original.name)
+    assert right == of > 0, names
 
 
 def test_only_what_an_exercise_needs_is_run():
