@@ -33,6 +33,7 @@ class Fault:
     owner: Any  # the module or class that has the attribute
     attribute: str  # the name of the function that is replaced
     make: Callable[[Any], Any]  # makes the faulty function from the right one
+    does: str  # what the faulty function does
 
 
 FAULTS: dict[str, Fault] = {}  # by name
@@ -45,7 +46,7 @@ def _fault(owner: Any, attribute: str) -> Callable[[Any], Any]:
         def make(right: Any) -> Any:
             return functools.wraps(right)(lambda *args, **named: wrong(right, *args, **named))
 
-        FAULTS[wrong.__name__] = Fault(owner, attribute, make)
+        FAULTS[wrong.__name__] = Fault(owner, attribute, make, wrong.__doc__)
         return wrong
 
     return enter
