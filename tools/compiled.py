@@ -38,13 +38,9 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 
 
-def numbers(whole: Any, accelerator: str, count: int = 1) -> dict[str, int]:
-    """Compiles a configuration's step for virtual devices, and returns its memory and traffic
-    in bytes.
-    """
-    run, _ = loop.build(settings.complete(whole), virtual.devices(accelerator, count))
-    step: Any = run.train_step
-    compiled = virtual.compile(step.lower(*run.abstract()))
+def numbers(lowered: Any) -> dict[str, int]:
+    """Compiles a lowered step, and returns its memory and traffic in bytes."""
+    compiled = virtual.compile(lowered)
     memory = measure.memory(compiled)
     return {
         "peak": memory.peak,
@@ -54,27 +50,39 @@ def numbers(whole: Any, accelerator: str, count: int = 1) -> dict[str, int]:
     }
 
 
+def on_one(whole: Any, accelerator: str) -> dict[str, int]:
+    """Returns the numbers of a configuration's step on one virtual device."""
+    run, _ = loop.build(settings.complete(whole), virtual.devices(accelerator))
+    step: Any = run.train_step
+    return numbers(step.lower(*run.abstract()))
+
+
+def on_eight(changes: dict[str, Any]) -> dict[str, int]:
+    """Returns the numbers of preset 155m, changed, on eight virtual H100s."""
+    whole = settings.complete(configs.get("155m"))
+    whole.model.dropout_rate = 0.0
+    whole.update_from_flattened_dict(changes)
+    run, _ = loop.build(whole, virtual.devices("h100", 8))
+    step: Any = run.train_step
+    return numbers(step.lower(*run.abstract()))
+
+
 def everything() -> dict[str, dict[str, int]]:
     """Compiles all steps, and returns their numbers by name."""
     found = {}
 
-    def add(name, *args):
-        found[name] = numbers(*args)
+    def add(name, compute, *args):
+        found[name] = compute(*args)
         print(f"{found[name]['peak'] / 2**30:7.3f} GiB  {name}", flush=True)
 
     for preset, accelerator in PRESETS.items():
-        add(f"preset {preset} on {accelerator}", configs.get(preset), accelerator)
+        add(f"preset {preset} on {accelerator}", on_one, configs.get(preset), accelerator)
     for case in case_study.CASES:
         whole = case.config()
         if attention.why_unavailable(whole.model.attention, None) is None:
-            add(f"case {case.name} on a5000", whole, "a5000")
+            add(f"case {case.name} on a5000", on_one, whole, "a5000")
     for name, changes in MESHES.items():
-        whole = configs.get("155m")
-        whole.model.dropout_rate = 0.0
-        # complete first: the changes name fields that only a whole configuration has
-        whole = settings.complete(whole)
-        whole.update_from_flattened_dict(changes)
-        add(f"{name} on 8 h100", whole, "h100", 8)
+        add(f"{name} on 8 h100", on_eight, changes)
     return found
 
 
