@@ -233,8 +233,8 @@ def shown(suspect):
     config, key = compare.small(batch_size=4, seq_len=8), jax.random.key(0)
     alone, step = compare.OneDevice(config), (mesh_of({"data": 2, "tensor": 2}), ZERO_3)
     with bug_zoo.suspect(suspect), jax.default_matmul_precision("highest"):
-        gradient = jax.jit(strategies.gradient(config, *step))
-        gradient = gradient.lower(alone.params, alone.batch, key).compile(compare.QUICK)
+        grad_fn = jax.jit(strategies.gradient(config, *step))
+        gradient = grad_fn.lower(alone.params, alone.batch, key).compile(compare.QUICK)
         config.model.dropout_rate, config.optimizer.clip_norm = 0.5, 0.1
         loss = jax.jit(strategies.build(config, *step).loss_fn, compiler_options=compare.QUICK)
         exchanged = jax.tree.map(lambda x: np.roll(x, 2, axis=0), alone.batch)  # of 4 sequences
