@@ -167,9 +167,10 @@ def test_forward_and_recomputation_drop_the_same_and_all_else_drops_differently(
 
 
 @pytest.mark.slow
-def test_data_pipeline_and_tensor_update_parameters_as_one_device_does():
+@pytest.mark.parametrize("name", ["depth_first", "dualpipe_v"])
+def test_data_pipeline_and_tensor_update_parameters_as_one_device_does(name):
     whole = small(**{"training.donate": False, "training.loss_scale": "static"})
-    chosen = Strategy(zero=1, sequence=True, schedule="depth_first", microbatches=2, chunks=2)
+    chosen = Strategy(zero=1, sequence=True, schedule=name, microbatches=2, chunks=2)
     run = strategies.build(whole, one_device.grid(data=2, pipe=2, tensor=2), chosen)
     params, grads, metrics = reference(small())
     batch = one_device.batch(whole)
@@ -181,7 +182,7 @@ def test_data_pipeline_and_tensor_update_parameters_as_one_device_does():
         expected = one_device.jit(training.build(whole).apply_fn)(params, batch.inputs)
     assert loss == pytest.approx(training.mean_metrics(metrics)["loss"], rel=1e-5)
     np.testing.assert_allclose(logits, expected, atol=1e-5)  # of numbers near 1
-    updated = pipeline.from_stages(jax.device_get(after.params), 2, 2)
+    updated = pipeline.from_stages(jax.device_get(after.params), 2, 2, name)
     for new, old, grad in zip(*map(jax.tree.leaves, (updated, params, grads)), strict=True):
         # An update is a difference of numbers near 1: float32 leaves it 6e-8 of these, not of
         # itself.
