@@ -28,10 +28,10 @@ chunks lie in the opposite order: with two chunks, device d has the stages d and
     dualpipe_v      (S-1) / (6M+S-1)   min(2S+1, 2M)                    DeepSeek-AI, 2025
 
 Bubbles with v chunks and of `zero_bubble` need M >= S microbatches, that of `dualpipe_v` needs
-M >= 2S; with fewer, `bubble` counts more. A device of `zb_v` idles only before its first op and
-after its last one, if M >= 2S-1: the next step could fill these slots. A microbatch
-is live in a chunk from its F to its W: the device stores what its backward reads in that chunk,
-which has 1/v of the device's layers. The table has the most that are live at once.
+M >= 2S; with fewer, `bubble` counts more. If M >= 2S-1, a device of `zb_v` idles only before
+its first op and after its last one. A microbatch is live in a chunk from its F to its W: the
+device stores what its backward reads in that chunk, which has 1/v of the device's layers. The
+table has the most that are live at once.
 
 Sources: https://arxiv.org/abs/1811.06965, https://arxiv.org/abs/2006.09503,
 https://arxiv.org/abs/2211.05953, https://arxiv.org/abs/2104.04473,
@@ -160,8 +160,11 @@ def zb_v(stages: int, microbatches: int) -> Schedule:
 
 
 def dualpipe_v(stages: int, microbatches: int) -> Schedule:
-    """Runs two chunks in a V, and most forwards next to a whole backward of the other chunk:
-    DeepSeek's program hides the traffic of each of the two behind the products of the other.
+    """Runs two chunks in a V, and most forwards next to a whole backward of the other chunk.
+
+    DeepSeek's program runs these two as one block, to hide the traffic of each behind the
+    other's products. Both results leave at its end, so a device idles in 2 (S-1) slots there,
+    not in S-1.
     """
 
     def order(device: int) -> str:
