@@ -25,10 +25,12 @@ if os.environ.get("COURSE_BACKEND", "cpu") == "cpu":
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
+import checked_types
 import jaxtyping
 
 # Checks the jaxtyping annotations of course_lib on every call. Must come before the first
 # import of course_lib.
+checked_types.install()
 jaxtyping.install_import_hook("course_lib", "beartype.beartype")
 
 from course_lib import xla_flags
