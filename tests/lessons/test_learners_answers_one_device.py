@@ -161,6 +161,56 @@ def of_neighbours(events):
     return max(ends) - events[0][0] - idle, idle
 
 
+def by_division(key, x):
+    """Rounds multiples of the gap between two neighbours. 0 has no exponent."""
+    gap = jnp.exp2(jnp.floor(jnp.log2(jnp.abs(x))) - 7)
+    return (jnp.floor(x / gap + jax.random.uniform(key, x.shape)) * gap).astype(jnp.bfloat16)
+
+
+def unrolled(w, x):
+    """Stacks nothing."""
+    for one in w:
+        x = jnp.tanh(x @ one)
+    return jnp.sum(x**2)
+
+
+def unrolled_scan(w, x):
+    layers = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w, unroll=True)
+    return jnp.sum(layers[0] ** 2)
+
+
+def for_one_size(w, x):
+    """Groups of layers, written for the sizes of the task."""
+    layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+    group = jax.checkpoint(lambda x, w: (jax.lax.scan(layer, x, w)[0], None))
+    return jnp.sum(jax.lax.scan(group, x, w.reshape(2, 4, 512, 512))[0] ** 2)
+
+
+def penalized_apart(w, x):
+    """The scope stands around the penalty's own gradient."""
+    gradient = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w)))(w)
+    with jax.named_scope("penalty"):
+        gradient += jax.grad(lambda w: jnp.mean(jnp.exp(jnp.sin(w @ w))))(w)
+    return w - 0.1 * gradient
+
+
+def of_the_sum(loss_fn, params, parts):
+    """Differentiates each minibatch's sum, in a Python loop."""
+
+    def total(params, part):
+        copies = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+        _, metrics = loss_fn(copies, part, None)
+        return metrics["loss"]
+
+    loss, weight, grads = 0.0, 0.0, jax.tree.map(jnp.zeros_like, params)
+    for m in range(len(parts["weights"])):
+        part = {name: array[m] for name, array in parts.items()}
+        (s, w), g = jax.value_and_grad(total, has_aux=True)(params, part)
+        loss, weight, grads = loss + s, weight + w, jax.tree.map(jnp.add, grads, g)
+    weight = jnp.maximum(weight, 1e-6)
+    return loss / weight, jax.tree.map(lambda g: g / weight, grads)
+
+
 def penalized(w, x):
     """The penalty's scope stands in another one."""
 
@@ -173,20 +223,6 @@ def penalized(w, x):
 
     value, gradient = loss(w)
     return w - 0.1 * gradient, value
-
-
-def in_groups(w, x):
-    """Keeps the input of each group of layers, then of each layer of one group."""
-
-    @jax.checkpoint
-    def layer(x, w):
-        return jnp.tanh(x @ w), None
-
-    @jax.checkpoint
-    def group(x, ws):
-        return jax.lax.scan(layer, x, ws)
-
-    return jnp.sum(jax.lax.scan(group, x, w.reshape(4, 2, *w.shape[1:]))[0] ** 2)
 
 
 def before_the_tanh(w, x):
@@ -299,9 +335,12 @@ RIGHT = [
     (check.scan_over_layers, (unrolled_by_four,)),
     (check.busy_and_idle, (by_edges,)),
     (check.busy_and_idle, (by_arrays,)),
-    (check.stack_less, (in_groups,)),
     (check.stack_less, (before_the_tanh,)),
+    (check.stack_less, (unrolled,)),
+    (check.stack_less, (unrolled_scan,)),
+    (check.stack_less, (for_one_size,)),
     (check.named_part, (penalized,)),
+    (check.named_part, (penalized_apart,)),
     (check.named_part, (penalized_inside(jax.jit),)),
     (check.named_part, (penalized_inside(jax.checkpoint),)),
     (check.online_logsumexp, (by_logaddexp,)),
@@ -310,6 +349,7 @@ RIGHT = [
     # the second one finds the arguments that the first one donates
     *[(check.add_in_place, (jax.jit(add_by_index, donate_argnums=0),))] * 2,
     (check.update_in_backward, (update_by_index,)),
+    (check.own_accumulation, (of_the_sum,)),
 ]
 WRONG = [
     (check.loss_scale_range, (5.9, 14.9), "whole exponent"),
@@ -327,6 +367,7 @@ WRONG = [
     (check.attend, (attend(lambda s: jnp.clip(s / 2, -80, 80), hide),), "more: there"),
     (check.attend, (attend(lambda s: s, lambda s, past: s),), "too. The scores are not"),
     (check.attend, (attend(lambda s: s / 2, hide, low_softmax),), "a float32 softmax"),
+    (check.stochastic_round, (by_division,), "should stay"),
     (check.busy_and_idle, (of_neighbours,), "lies inside (0, 6)"),
     (check.smallest_number_of_minibatches, (gives_up_early,), "2 x 0.37 + 5.00 = 6.25 GiB"),
     (

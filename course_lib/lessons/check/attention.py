@@ -10,13 +10,15 @@ from course_lib.lessons.check.answers import close, same_shapes, same_structure
 from course_lib.lessons.check.exercises import Function, Outcome, change, in_case, is_wrong
 
 B, L, H, K = 2, 6, 3, 4  # of the arrays that attention is tried with, each size another
+WIDE = 8  # K of the bfloat16 arrays: its root is no bfloat16 number
 PAST = np.tri(L, dtype=bool)  # which keys (columns) a query (row) sees
 
 
 @np.errstate(all="ignore")
 def attention(q, k, v):
     """Computes causal attention, all arrays [B L H K], in float64."""
-    like, (q, k, v) = q.dtype, (np.asarray(x, np.float64) for x in (q, k, v))
+    K, like = q.shape[-1], q.dtype
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     scores = np.einsum("blhk,bmhk->bhlm", q, k) / K**0.5
     scores = np.where(PAST, scores, -1e30)
     weights = np.exp(scores - scores.max(3, keepdims=True))
@@ -63,8 +65,8 @@ def with_two_mistakes():
 
 
 def reshaped(q, k, v):
-    cut = [x.reshape(B, H, L, K).swapaxes(1, 2) for x in (q, k, v)]
-    return attention(*cut).swapaxes(1, 2).reshape(B, L, H, K)
+    cut = [x.reshape(B, H, L, -1).swapaxes(1, 2) for x in (q, k, v)]
+    return attention(*cut).swapaxes(1, 2).reshape(B, L, H, -1)
 
 
 class Attention(Outcome):
@@ -109,9 +111,11 @@ class Attention(Outcome):
 def three_dtypes():
     first = np.random.default_rng(5).standard_normal((3, B, L, H, K), np.float32)
     large = 100 * first[0], first[1], first[2]
-    # scores near 50, which bfloat16 rounds to multiples of 0.25
-    near_50 = 5 + first[0], 5 + first[1] / 5, first[2]
-    small = tuple(jnp.asarray(x, jnp.bfloat16) for x in near_50)
+    # scores near 50, which bfloat16 rounds to multiples of 0.25; the queries are near 40, and
+    # differences of keys add up to 0, so a query's rounding errors count as much as they can
+    q, k, v = np.random.default_rng(6).standard_normal((3, B, L, H, WIDE), np.float32)
+    k = np.concatenate([k[..., : WIDE // 2], -k[..., : WIDE // 2]], axis=-1)
+    small = tuple(jnp.asarray(x, jnp.bfloat16) for x in (40 + q, 0.45 + k, v))
     return [tuple(map(jnp.asarray, first)), tuple(map(jnp.asarray, large)), small]
 
 
@@ -160,7 +164,10 @@ attend = Attend(
         ),
         "large scores": (change("-1e30", "-15.0"), in_case(1)),
         "bfloat16": (
-            change("/ K**0.5", "/ K**0.5\n    scores = scores.astype(like).astype(np.float64)"),
+            [
+                change("PAST, scores", "PAST, np.float64(scores.astype(like))"),
+                change("(q, k, v))", "((q / K**0.5).astype(like), k, v))", "/ K**0.5\n", "\n"),
+            ],
             is_wrong,
         ),
     },

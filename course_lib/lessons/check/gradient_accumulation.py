@@ -248,6 +248,7 @@ smallest_number_of_minibatches = OrNone(
             (2.1, 100e6, 64),
             (1.6, 100e6, 64),
             (5.1, 5e8, 96),
+            (4.5, 5e8, 96),  # with 96 alone
             (21, 2**27, 64),  # fits exactly, and with one gradient only
             (6.5, 2**27, 64),  # exactly with 4
             (20.6, 100e6, 64),  # with no gradient, one minibatch would fit

@@ -31,14 +31,18 @@ def is_checkpoint(eqn):
 
 def stacked_bytes(program):
     """Returns the bytes of activations that loops stack, as many as are there at once: the
-    stacks inside a loop's body or a checkpoint are gone after it.
+    stacks inside a loop's body or a checkpoint are gone after it. An unrolled scan is no loop.
     """
     here = inside = 0
     for eqn in program.eqns:
-        is_loop, inner = eqn.primitive.name in ("scan", "while"), programs_in(eqn)
+        unrolled = eqn.params.get("unroll", 0) == eqn.params.get("length")
+        is_loop = eqn.primitive.name in ("scan", "while") and not unrolled
+        inner = programs_in(eqn)
         if is_loop:
-            arrays = (one.aval for one in eqn.outvars if {B, D} <= set(one.aval.shape))
-            here += sum(array.size * array.dtype.itemsize for array in arrays if array.ndim > 2)
+            arrays = (one.aval for one in eqn.outvars if one.aval.ndim > 2)
+            # the last axes of a weight, and of its gradient, are both D
+            stacks = (a for a in arrays if a.shape[-1] == D != a.shape[-2])
+            here += sum(array.size * array.dtype.itemsize for array in stacks)
         if is_loop or is_checkpoint(eqn):
             inside = max(inside, *map(stacked_bytes, inner))
         else:
@@ -95,12 +99,6 @@ def rematerialized(w, x):
     return scan_loss(w, x, around=jax.checkpoint)
 
 
-def in_a_python_loop(w, x):
-    for one in w:
-        x = jnp.tanh(x @ one)
-    return jnp.sum(x**2)
-
-
 def checkpoint_of_the_tanh(w, x):
     return scan_loss(w, x, tanh=jax.checkpoint(jnp.tanh))
 
@@ -114,7 +112,7 @@ def before_the_tanh(w, x):
 stack_less = Function(
     "stack_less",
     rematerialized,
-    cases=lambda: [(normal(0, (N, 16, 16))[0] / 4, *normal(1, (4, 16)))],
+    cases=lambda: [(normal(0, (N, D, D))[0] / D**0.5, *normal(1, (B, D)))],
     outcome=Loss,
     rows={
         "no number": (lambda w, x: x, lambda it: it.result_shape != ()),
@@ -128,13 +126,16 @@ stack_less = Function(
             lambda it: it.after >= it.before and it.around_the_scan,
         ),
         "as much": (scan_loss, lambda it: it.after >= it.before and not it.checkpoints),
-        "nothing": (in_a_python_loop, lambda it: it.after == 0),
         "more": ([before_the_tanh, checkpoint_of_the_tanh], lambda it: it.after > it.least),
     },
 )
 
 
 PENALTY = jax.named_scope("penalty")
+
+
+def of_the_model(w, x):
+    return jnp.mean(jnp.tanh(x @ w))
 
 
 def penalty_step(w, x):
@@ -148,10 +149,16 @@ def penalty_step(w, x):
             return jnp.mean(y)
 
     def loss(w):
-        return jnp.mean(jnp.tanh(x @ w)) + penalty(w)
+        return of_the_model(w, x) + penalty(w)
 
     value, gradient = jax.value_and_grad(loss)(w)
     return w - 0.1 * gradient, value
+
+
+def unnamed(w):
+    """Adds the penalty's gradient, and 0."""
+    value = jnp.mean(jnp.exp(jnp.sin(w @ w)))
+    return value - jax.lax.stop_gradient(value)
 
 
 NOT_THERE = change('"penalty"', '"my_penalty"')
@@ -183,6 +190,9 @@ class Named(Outcome):
     named = property(
         lambda it: [scope for scope in it.scopes if "penalty" in re.split(r"[/();]", scope)]
     )
+    is_around = property(
+        lambda it: not any(re.search(r"jvp\([^;]*\bpenalty\b", one) for one in it.named)
+    )
     of_the_model = property(
         lambda it: [
             scope.rsplit("/", 1)[-1]
@@ -191,8 +201,10 @@ class Named(Outcome):
         ]
     )
 
-    def has(self, pattern):
-        return any(re.search(pattern, scope) for scope in self.named)
+    def has(self, phase):
+        """Whether the name stands in a phase (a pattern), or around all of it."""
+        patterns = phase + r"\([^;]*\bpenalty\b", rf"\bpenalty/[^;]*{phase}\("
+        return any(re.search(one, scope) for one in patterns for scope in self.named)
 
     missing = property(
         lambda it: (
@@ -216,6 +228,7 @@ class Named(Outcome):
         lambda it: it.result[0] if isinstance(it.result, tuple | list) else it.result
     )
     result_shape = property(lambda it: np.shape(it.new))
+    without = property(lambda it: it.w - 0.1 * jax.grad(of_the_model)(it.w, it.x))
 
 
 def matrices():
@@ -228,27 +241,31 @@ named_part = Function(
     cases=matrices,
     outcome=Named,
     rows={
-        "no name": (NOT_THERE, lambda it: not it.named),
-        "outside": (
-            NOT_THERE + change("jax.value_and_grad(loss)", "PENALTY(jax.value_and_grad(loss))"),
-            lambda it: not it.has(r"jvp\([^;]*\bpenalty\b"),
-        ),
-        "not backward": (
-            change("+ penalty(w)", "+ penalty(jax.lax.stop_gradient(w))"),
-            lambda it: not it.has(r"transpose\(jvp\([^;]*\bpenalty\b"),
-        ),
-        "whole loss": (
-            [
-                change("def loss", "@PENALTY\n    def loss"),
-                change("x @ w", "PENALTY(jnp.matmul)(x, w)"),
-            ],
-            lambda it: it.of_the_model,
-        ),
         "shape": (
             lambda *args: penalty_step(*args)[::-1],
             lambda it: it.result_shape != it.w.shape,
         ),
+        "no gradient": (
+            change("+ penalty(w)", "+ penalty(jax.lax.stop_gradient(w))"),
+            lambda it: close(it.new, it.without),
+        ),
         "numbers": (change("0.1", "0.2"), lambda it: not close(it.new, it.right[0])),
+        "no name": (NOT_THERE, lambda it: not it.named),
+        "outside": (
+            NOT_THERE + change("jax.value_and_grad(loss)", "PENALTY(jax.value_and_grad(loss))"),
+            lambda it: not it.has("jvp") or (it.is_around and it.of_the_model),
+        ),
+        "not backward": (
+            change("+ penalty(w)", "+ penalty(jax.lax.stop_gradient(w)) + unnamed(w)"),
+            lambda it: not it.has(r"transpose\(jvp"),
+        ),
+        "whole loss": (
+            [
+                change("def loss", "@PENALTY\n    def loss"),
+                change("of_the_model(w, x)", "PENALTY(of_the_model)(w, x)"),
+            ],
+            lambda it: it.of_the_model,
+        ),
         "a part": (
             [
                 change("    return jnp.mean(y)", "return jnp.mean(y)"),

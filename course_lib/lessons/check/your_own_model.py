@@ -20,10 +20,10 @@ from course_lib.lessons.check.exercises import (
 
 bytes_of_step = Numbers(
     "bytes_of_step",
-    lambda: {"kept": 16, "donated": 8},
+    lambda: {"kept_bytes": 16, "donated_bytes": 8},
     rows={
-        "kept": {"adam": 24, "in 16 bits": 12, "one state": 8, "kept": ...},
-        "donated": {"both states": 16, "donated": ...},
+        "kept_bytes": {"adam": 24, "in 16 bits": 12, "one state": 8, "kept": ...},
+        "donated_bytes": {"both states": 16, "donated": ...},
     },
 )
 
@@ -47,6 +47,7 @@ class Loss(Outcome):
 
     loss = property(lambda it: it.result[0])
     count = property(lambda it: it.result[1]["loss"][1])
+    factor = property(lambda it: it.loss / it.right[0])
 
     @functools.cached_property
     def gradient(self):
@@ -99,6 +100,15 @@ own_loss = Function(
             ],
             lambda it: not np.isfinite(it.gradient).all(),
         ),
+        "epsilon": (
+            [change(DIVISOR, f"total / (count + {number})") for number in (1e-3, 1e-5, 1.0)],
+            lambda it: (
+                it.case < 2
+                and not close(it.gradient, it.best.gradient)
+                and (0.6, 0)[it.case] < it.factor < 1
+                and close(it.gradient, it.factor * it.best.gradient, 1e-5)
+            ),
+        ),
         "another": change("values * weights", "2 * values * weights"),
         "another gradient": (
             change(DIVISOR, f"jax.lax.stop_gradient({DIVISOR})"),
@@ -114,6 +124,12 @@ def squared_error(params, batch, rng):
     hidden = jnp.tanh(x.astype(params["in"].dtype) @ params["in"])
     each = ((hidden @ params["out"]).astype(jnp.float32)[:, 0] - y) ** 2
     return loss_of_labels(each, weights)
+
+
+def linear(params, batch, rng):
+    """A loss whose gradient is rounded once, to the dtype of the parameters."""
+    each = batch["inputs"] @ params["in"].astype(jnp.float32)
+    return loss_of_labels(each, batch["weights"])
 
 
 def accumulating(loss_fn, params, parts):
@@ -135,13 +151,17 @@ def accumulating(loss_fn, params, parts):
 
 def parts_of_batch():
     """Four minibatches that weigh 4, 2, 0 and 2: powers of two, as their sum is, so that
-    gradients of the sum and of the mean round to bfloat16 alike. Then four that weigh nothing.
+    gradients of the sum and of the mean round to bfloat16 alike. Then four that weigh nothing,
+    and four of which one weighs 257, which bfloat16 rounds to 256.
     """
     kernels, x, y = normal(1, (3, 5), (5, 1)), *normal(2, (4, 4, 3), (4, 4))
     params = dict(zip(("in", "out"), kernels, strict=True))
     weights = jnp.array([[1.0, 1, 1, 1], [2, 0, 0, 0], [0, 0, 0, 0], [1, 0.5, 0.25, 0.25]])
     batch = {"inputs": x, "labels": y}
-    return [(squared_error, params, batch | {"weights": w}) for w in (weights, 0 * weights)]
+    cases = [(squared_error, params, batch | {"weights": w}) for w in (weights, 0 * weights)]
+    kernel, x = normal(3, (256,), (4, 4, 256))
+    batch = {"inputs": x, "labels": y, "weights": weights.at[0].set(257 / 4)}
+    return [*cases, (linear, {"in": kernel}, batch)]
 
 
 def without_excess_precision(function, loss_fn, *args):
@@ -155,6 +175,14 @@ class Accumulated(Outcome):
 
     loss = property(lambda it: it.result[0])
     grads = property(lambda it: it.result[1])
+
+    @functools.cached_property
+    def is_right(self):
+        if self.case < 2 or not close(self.result, self.right, 0.03):
+            return self.is_close(self.right)
+        # gradients of the sum and of the mean round in other ways, but to the same length
+        norm, right = (np.linalg.norm(one["in"]) for one in (self.grads, self.right[1]))
+        return close(self.loss, self.right[0]) and abs(norm / right - 1) < 0.002
 
     @functools.cached_property
     def hidden(self):
@@ -233,12 +261,15 @@ own_accumulation = Function(
             lambda it: it.size > 4,
         ),
         "rounded": (
-            change(
-                "zeros_like, params)",
-                "zeros_like, jax.tree.map(jnp.bfloat16, params))",
-                TOTAL,
-                "(weight * g).astype(jnp.bfloat16), grads)",
-            ),
+            [
+                change(TOTAL, "jnp.float32(jnp.bfloat16(weight) * jnp.bfloat16(g)), grads)"),
+                change(
+                    "zeros_like, params)",
+                    "zeros_like, jax.tree.map(jnp.bfloat16, params))",
+                    TOTAL,
+                    "(weight * g).astype(jnp.bfloat16), grads)",
+                ),
+            ],
             lambda it: it.is_near,
         ),
         "loss": (
