@@ -394,7 +394,7 @@ HINTS = [
     (scored(peak=3.1, seconds=0.34), program(LOGITS), "(Notebook 17.)"),
     (scored(peak=2.5, seconds=0.34, optimizer="lion"), program(LOGITS), "(Notebook 18.)"),
     (scored(peak=1.9, seconds=0.43), program(LOGITS), "(Notebook 19.)"),
-    (scored(peak=1.6, seconds=0.55), program(LOGITS), "All targets are reached"),
+    (scored(peak=1.6, seconds=0.55), program(LOGITS), "The last target is reached"),
 ]
 
 
@@ -432,7 +432,7 @@ def test_the_levels_of_part_three_open_one_by_one_after_a_small_and_a_fast_step(
     assert score.open_levels([small, fast]) == list(score.LEVELS[:1])
     both = scored(peak=3.1, seconds=0.34)  # as small as 15 and 16 ask for
     assert score.open_levels([small, fast, both]) == list(score.LEVELS[:3])
-    assert not score.open_levels([scored(gpu="t4", peak=3.4, seconds=0.1)])
+    assert not score.open_levels([scored("move 7", gpu="t4", peak=3.4, seconds=0.1)])
     lighter, on_host = score.LEVELS[2:4]  # the second asks for AdamW, whatever is as small
     small = scored(peak=1.9, seconds=0.35, optimizer="adafactor")
     assert lighter.is_reached(small) and not on_host.is_reached(small)
@@ -633,6 +633,23 @@ def test_each_move_of_part_three_reaches_the_level_of_its_notebook_and_none_befo
     assert peaks == sorted(peaks, reverse=True)
     both = ladder[PART_ONE + 1]
     assert both.small and both.fast
+
+
+@pytest.mark.parametrize("level", score.LEVELS, ids=lambda level: f"notebook {level.notebook}")
+def test_a_move_of_part_three_is_judged_by_the_target_of_its_page_from_an_empty_board(level):
+    [page] = (draw_game.ROOT / "notebooks").glob(f"{level.notebook}_*.ipynb")
+    cells = ["".join(cell["source"]) for cell in json.loads(page.read_text())["cells"]]
+    [task] = (text for text in cells if f"**The game, {level.move}:" in text)
+    peak, ms = f"{level.peak / GIB:.1f} GiB", f"{1e3 * level.seconds('a5000'):.0f} ms"
+    assert peak in task and ms in task and f'name="{level.move}"' in cells[cells.index(task) + 1]
+    right = draw_game.scores()[PART_ONE + score.LEVELS.index(level)]
+    words = f"Target {level.notebook} is" if level != score.LEVELS[-1] else "The last target is"
+    assert level in score.open_levels([right])
+    assert hints.hint(right, program(LOGITS), []).startswith(f"{words} reached. ")
+    missed = dataclasses.replace(right, name=level.move, seconds=right.seconds + 0.2)
+    said = hints.hint(missed, program(LOGITS, recomputed=2), [])
+    assert level in score.open_levels([missed])
+    assert f"Target {level.notebook} asks" in said and f"(Notebook {level.notebook}.)" in said
 
 
 def test_bytes_to_the_host_are_those_of_the_moments_there_and_back():
