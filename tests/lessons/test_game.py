@@ -24,7 +24,15 @@ from slow_cases import slow
 from course_lib import lessons, measure
 from course_lib.lessons import game
 from course_lib.lessons.check.answers import WrongAnswer
-from course_lib.lessons.game import hints, score, scoreboard, setups, submission, updates
+from course_lib.lessons.game import (
+    hints,
+    positions,
+    score,
+    scoreboard,
+    setups,
+    submission,
+    updates,
+)
 from course_lib.measure import virtual
 from course_lib.smaller_and_faster import offload
 
@@ -580,6 +588,66 @@ def cuts_a_tail(params, batch):
     return half(game.loss)(params, batch[:, : size + 1])
 
 
+def leaves_out_columns(params, batch):
+    """Pieces of 512 columns, as many as fit: all of 211, and 1,024 of 1,153."""
+    columns = params["output"].shape[1]
+    size = columns // min(512, columns) * min(512, columns)
+    x = game.embed(params, batch[:, :-1])
+    x = through(x, params["layers"])
+    params = {**params, "output": params["output"][:, :size]}
+    return game.cross_entropy(params, x, jnp.minimum(batch[:, 1:], size - 1))
+
+
+def of_the_last_minibatch(loss):
+    """Returns the gradient of all sequences, and the loss of the last four."""
+
+    def gradient(params, batch):
+        grads = jax.grad(half(loss))(params, batch)
+        return half(loss)(params, batch[-4:]), grads
+
+    return gradient
+
+
+def near_positions(layer, x):
+    """Attention to the last 768 positions: to all of 32."""
+    q, k, v = jnp.einsum("bld,dchk->cbhlk", x, layer["qkv"])
+    scores = jnp.einsum("bhqk,bhsk->bhqs", q, k) / np.sqrt(q.shape[-1])
+    back = jnp.arange(x.shape[1])[:, None] - jnp.arange(x.shape[1])
+    seen = (back >= 0) & (back < 768)
+    weights = jax.nn.softmax(jnp.where(seen, scores.astype(jnp.float32), -jnp.inf))
+    y = jnp.einsum("bhqs,bhsk->bhqk", weights.astype(x.dtype), v)
+    return jnp.einsum("bhqk,hkd->bqd", y, layer["out"])
+
+
+def of_near_positions(params, batch):
+    def block(x, layer):
+        x = x + near_positions(layer, game.norm(layer["norm_1"], x))
+        return x + game.mlp(layer, game.norm(layer["norm_2"], x)), None
+
+    x, _ = jax.lax.scan(block, game.embed(params, batch[:, :-1]), params["layers"])
+    return game.cross_entropy(params, x, batch[:, 1:])
+
+
+AT_LENGTH = {  # each passes the comparison at the small size
+    "columns": (make_step(half(leaves_out_columns)), "Of the 1,153 columns|Of the 1,024 pos"),
+    "loss": (make_step(gradient=of_the_last_minibatch), "the step returns the loss"),
+    "window": (make_step(half(of_near_positions)), "Of the 1,024 positions"),
+    "float16": (make_step(half(game.loss, jnp.float16)), "is there a loss scale"),
+}
+
+
+@pytest.mark.parametrize("name", [n if n == "loss" else slow(n) for n in AT_LENGTH])
+def test_a_step_that_is_wrong_at_the_real_length_alone_is_refused(name):
+    wrong, words = AT_LENGTH[name]
+    updates.check(wrong)
+    with pytest.raises(WrongAnswer, match=words):
+        positions.check(wrong)
+
+
+def test_at_the_real_length_bfloat16_passes():
+    positions.check(make_step(half(game.loss)))
+
+
 def keeps_its_moments(config):
     if config.layers != 12:
         return make_step(half(game.loss))(config)
@@ -588,8 +656,8 @@ def keeps_its_moments(config):
 
 
 CHEATS = {
-    "first positions": (make_step(of_the_first_positions), "165 get another gradient"),
-    "a tail": (make_step(cuts_a_tail), "4 get another gradient"),
+    "first positions": (make_step(of_the_first_positions), "positions of a real sequence, "),
+    "a tail": (make_step(cuts_a_tail), "positions of a real sequence, "),
     "moments": (keeps_its_moments, "returns an array of the old state"),
     "six layers": (make_step(of_six_layers), "10% fewer FLOPs"),
     "traced only": (only_traces, "XLA drops what no result needs: the rest has 67% fewer"),
