@@ -709,7 +709,8 @@ def test_a_move_of_part_three_is_judged_by_the_target_of_its_page_from_an_empty_
     cells = ["".join(cell["source"]) for cell in json.loads(page.read_text())["cells"]]
     [task] = (text for text in cells if f"**The game, {level.move}:" in text)
     peak, ms = f"{level.peak / GIB:.1f} GiB", f"{1e3 * level.seconds('a5000'):.0f} ms"
-    assert peak in task and ms in task and f'name="{level.move}"' in cells[cells.index(task) + 1]
+    answer = cells[cells.index(task) + 1]
+    assert peak in task and ms in task and f'name="{level.move}"' in answer
     right = draw_game.scores()[PART_ONE + score.LEVELS.index(level)]
     words = f"Target {level.notebook} is" if level != score.LEVELS[-1] else "The last target is"
     assert level in score.open_levels([right])

@@ -79,6 +79,10 @@ def three_arrays():
     return [(p, jax.device_put(m, HOST), g)]
 
 
+def memory_of(place):
+    return "host" if "host" in str(place).lower() else "device"
+
+
 class Momentum(Outcome):
     """Parameters and momentum, and what moved between the memories."""
 
@@ -89,34 +93,34 @@ class Momentum(Outcome):
 
     @functools.cached_property
     def moves(self):
-        """The elements of each array that moves to the host, and to the device."""
-        sizes: dict[str, list[int]] = {"host": [], "device": []}
-        for eqn in self.equations:
-            if eqn.primitive.name == "device_put":
-                for place, var in zip(eqn.params["devices"], eqn.invars, strict=True):
-                    memory = "host" if "host" in str(place).lower() else "device"
-                    sizes[memory].append(var.aval.size)
-        return sizes
+        """Lists the moves to the host and to the device: the numbers of each array that comes
+        from the other memory, and the turns that move one.
+        """
+        moves: dict[str, list[tuple[int, int]]] = {"host": [], "device": []}
 
-    @functools.cached_property
-    def moved(self):
-        """The numbers that all turns together move to each memory from another one."""
-        numbers = {HOST: 0, DEVICE: 0}
-
-        def add(jaxpr, turns):
-            for eqn in jaxpr.eqns:
+        def add(program, turns):
+            for eqn in program.eqns:
                 if eqn.primitive.name == "device_put":
-                    for old, new in zip(eqn.invars, eqn.outvars, strict=True):
-                        place = new.aval.memory_space
-                        numbers[place] += turns * old.aval.size * (old.aval.memory_space != place)
+                    for place, var in zip(eqn.params["devices"], eqn.invars, strict=True):
+                        memory, old = memory_of(place), getattr(var.aval, "memory_space", None)
+                        if old is None or memory != memory_of(old):
+                            moves[memory].append((var.aval.size, turns))
                 for inner in programs_in(eqn):
                     add(inner, turns * eqn.params.get("length", 1))
 
         add(self.program, 1)
-        return {"host": numbers[HOST], "device": numbers[DEVICE]}
+        return moves
 
     def moves_several(self, memory):
-        return max(self.moves[memory]) > self.args[1][0].size
+        return max((size for size, _ in self.moves[memory]), default=0) > self.args[1][0].size
+
+    @property
+    def moved(self):
+        """The numbers that all turns move, to each memory."""
+        return {
+            memory: sum(size * turns for size, turns in moves)
+            for memory, moves in self.moves.items()
+        }
 
     def is_on_host(self, place):
         """Whether a result ends on the host. JAX 0.7.2 does not say it for a CPU."""

@@ -53,7 +53,7 @@ def hint(submission: Score, program: Program, earlier: list[Score]) -> str:
         return _slow(submission, program)
     level = score.next_level(so_far)
     if level is None:
-        return "The last target is reached. Another GPU has others: submit(make_step, gpu='t4')."
+        return "The last target is reached. For another GPU's, submit(make_step, gpu='t4')."
     reached = "The first two targets are reached. " if small and fast else ""
     for one in score.open_levels(so_far):
         if one.is_reached(submission) and not score.is_reached(one, earlier):

@@ -16,9 +16,9 @@ LONG = model.Config(
     1, 16, 1, VOCABULARY, model.REAL.length, model.REAL.batch_size, updates.SMALL.optimizer
 )
 
-# The largest accepted error of a row's gradient, as a share of its norm. Measured: bfloat16 0.026
-# of a position's and 0.16 of a column's; a window of 768 positions 0.20 of a position's, float16
-# without a loss scale 0.61; a column that is left out 1 or more.
+# The largest accepted error of a row's gradient, as a share of its norm. Measured: bfloat16
+# 0.026 of a position's and 0.16 of a column's; a window of 768 positions 0.20 of a position's,
+# float16 without a loss scale 0.61; a column that is left out 1 or more.
 LIMITS = {"positions of a real sequence": 0.1, "columns of the output matrix": 0.5}
 OF_THE_LOSS = 0.001  # bfloat16 5e-5; the loss of the last of four minibatches 0.0042
 
@@ -39,10 +39,10 @@ def check(make_step: Any) -> None:
         wrong = ~(off <= limit * np.linalg.norm(right[name], axis=1))
         if wrong.any():
             raise WrongAnswer(
-                f"Of the {len(wrong):,} {name}, {wrong.sum():,} get another gradient than in the"
-                f" first step; the first is number {wrong.argmax()}, from 0. If you compute in"
-                f" pieces: do they divide {len(wrong):,}, or keep the rest, and does a query see"
-                " all earlier keys? If in float16: is there a loss scale?"
+                f"Of the {len(wrong):,} {name}, {wrong.sum():,} get another gradient than in"
+                f" the first step; the first is number {wrong.argmax()}, from 0. If you compute"
+                f" in pieces: do they divide {len(wrong):,}, or keep the rest, and does a query"
+                " see all earlier keys? If in float16: is there a loss scale?"
             )
     if not abs(loss - right_loss) <= OF_THE_LOSS * right_loss:
         raise WrongAnswer(
