@@ -485,7 +485,7 @@ def test_a_submission_stands_in_the_table_with_the_earlier_ones_for_its_gpu(
 ):
     monkeypatch.setattr(virtual, "why_unavailable", lambda name: None)
     monkeypatch.setattr(updates, "check", lambda make_step, setup: "are equal.")
-    monkeypatch.setattr(positions, "check", lambda make_step: None)
+    monkeypatch.setattr(positions, "check", lambda make_step, setup: None)
     rows = iter(HINTS)
 
     def compile_step(make_step, gpu, name, setup):
@@ -645,8 +645,20 @@ def test_a_step_that_is_wrong_at_the_real_length_alone_is_refused(name):
         positions.check(wrong)
 
 
-def test_at_the_real_length_bfloat16_passes():
-    positions.check(make_step(half(game.loss)))
+MOVES = [(gpu, name) for gpu in ("a5000", "t4") for name in draw_game.moves(gpu)]
+QUICK = ("a5000", "bfloat16"), ("a5000", "moments on the host")
+
+
+@pytest.mark.parametrize(("gpu", "name"), [m if m in QUICK else slow(*m) for m in MOVES])
+def test_each_reference_move_passes_at_the_real_length(gpu, name, monkeypatch):
+    make_step, setup = draw_game.moves(gpu)[name]
+    if setup.moments == "host" and offload.why_unavailable():
+        pytest.skip("no host memory")
+    compared, rows = [], positions.rows
+    monkeypatch.setattr(positions, "rows", lambda grads: compared.append(1) or rows(grads))
+    positions.start()
+    positions.check(make_step, setup)
+    assert compared, "the step raised an error, and nothing was compared"
 
 
 def keeps_its_moments(config):
