@@ -64,6 +64,7 @@ def start() -> tuple[Any, Any, float, dict[str, np.ndarray]]:
     params = model.init(LONG, jax.random.key(0))
     shape = LONG.batch_size, LONG.length + 1
     batch = jax.random.randint(jax.random.key(1), shape, 0, LONG.vocabulary)
-    batch = batch.at[:4].set(batch[:4] % 4)  # of few tokens: another loss than that of the last minibatch
+    few = batch[:4] % 4  # four tokens only: another loss than that of the last minibatch
+    batch = batch.at[:4].set(few)
     loss, grads = jax.jit(jax.value_and_grad(model.loss))(params, batch)
     return params, batch, float(loss), rows(grads)
