@@ -34,11 +34,11 @@ anew = $(shell [ "$$(cat $(1)/.installed 2>/dev/null)" = "$$($(2) $(IDENTITY) 2>
 AS_ROOT = $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
 LAB = $(PY) -m jupyterlab --LabApp.news_url=None --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate $(AS_ROOT)
 .NOTPARALLEL:
-.PHONY: help lab work edit test test-all lint unit unit-all nbval notebooks test-py311 test-colab test-colab-unit test-colab-live test-latest gpu \
+.PHONY: help lab work class grade edit test test-all lint unit unit-all nbval notebooks test-py311 test-colab test-colab-unit test-colab-live test-latest gpu \
 	case-study ladder optimizers soak badges site environment pins clean another-python
 
 help: ##1 this list
-	@echo "For learners:"; awk -F ':.*##1 ' '/^[a-z0-9-]+:.*##1 / { printf "  %-16s%s\n", $$1, $$2 }' Makefile
+	@echo "For learners and teachers:"; awk -F ':.*##1 ' '/^[a-z0-9-]+:.*##1 / { printf "  %-16s%s\n", $$1, $$2 }' Makefile
 	@echo "For developers:"; awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-16s%s\n", $$1, $$2 }' Makefile
 
 lab: work ##1 make .venv and open JupyterLab on your own copies, in work/ (without a browser: prints the URL)
@@ -46,6 +46,12 @@ lab: work ##1 make .venv and open JupyterLab on your own copies, in work/ (witho
 
 work: .venv/.installed ##1 copy new notebooks into work/; take one anew and keep yours: make work NB=03
 	$(PY) tools/work.py $(NB)
+
+class: .venv/.installed ##1 for teachers: copies without solutions, into a new folder: make class FOLDER=../class
+	$(PY) tools/teach.py class "$(FOLDER)"
+
+grade: .venv/.installed ##1 for teachers: run FOLDER/STUDENT/NN_*.ipynb and count exercises (NB=03: one notebook; CSV=FILE: a table)
+	$(PY) tools/teach.py grade "$(FOLDER)" --number "$(NB)" $(if $(CSV),--csv "$(CSV)")
 
 edit: .venv/.installed ## open JupyterLab on notebooks/, to change the course
 	$(LAB) --notebook-dir=notebooks $(LABFLAGS)
@@ -59,11 +65,12 @@ test-all: test ## all of `make test`, with the slow tests
 
 unit-all: unit ## the unit tests alone, with the slow ones
 
-lint: .venv/.installed ## lint, types, the workflow of GitHub
+lint: .venv/.installed ## lint, types, GitHub's workflows and forms
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(PY) -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(PY) -m check_jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/*.yml
 
 unit: .venv/.installed ## the unit tests alone, without the slow ones
 	$(PY) $(UNIT) --durations=10

@@ -183,15 +183,11 @@ def page(text: str, name: str, results: Path = RESULTS) -> str:
     )
     where = (
         f"{about['device']}, predicted without it by JAX {predicted}; measured with JAX"
-        f" {measured}; {', '.join(sorted(dates))}"
+        f" {measured}; {', '.join(sorted(dates))}. So are the tables below."
     )
-    return table.fill(
-        text,
-        {
-            f"{name}-{part}": f"{table.markdown(rows)}\n\n{where}"
-            for part, rows in contents.items()
-        },
-    )
+    blocks = {f"{name}-{part}": table.markdown(rows) for part, rows in contents.items()}
+    blocks[f"{name}-summary"] += f"\n\n{where}"
+    return table.fill(text, blocks)
 
 
 def draw(name: str, results: Path = RESULTS) -> Figure:

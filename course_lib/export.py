@@ -7,6 +7,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from course_lib import extras
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program and returns its exit code."""
@@ -31,4 +33,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(extras.exit_code(main))

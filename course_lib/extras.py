@@ -1,7 +1,12 @@
 """The extras of the package, as in `pip install "course-lib[training]"`."""
 
 import contextlib
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+
+
+class Missing(ModuleNotFoundError):
+    """A package of an extra that is not installed."""
 
 
 @contextlib.contextmanager
@@ -12,6 +17,15 @@ def needed(extra: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if (error.name or "course_lib").partition(".")[0] == "course_lib":
             raise  # a module of our own that is not there, or the error of another extra
-        raise ModuleNotFoundError(
+        raise Missing(
             f'{error.name} is not installed: pip install "course-lib[{extra}]"'
         ) from error
+
+
+def exit_code(main: Callable[[], int]) -> int:
+    """Runs a command. Without a package that it needs, says so in a sentence, and returns 2."""
+    try:
+        return main()
+    except Missing as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2

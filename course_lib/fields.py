@@ -49,7 +49,7 @@ class Field:
     resumed: str = FIXED
     about: str = ""  # for --help
 
-    @property
+    @functools.cached_property
     def rule(self) -> Rule | None:
         """The rule of its values. Numbers without one must be positive; or, if their default is
         0, not negative.

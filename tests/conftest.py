@@ -15,8 +15,8 @@ if os.environ.get("COURSE_BACKEND", "cpu") == "cpu":
     os.environ["JAX_PLATFORMS"] = "cpu"
 
 # One cache of compiled programs for a session: its workers and the processes that tests start
-# inherit these variables. Names and source lines belong to the key, or an instrument would read
-# those of another program.
+# inherit these variables. Names belong to the key, or an instrument would read those of another
+# program.
 OWN_CACHE = None
 if os.environ.get("COURSE_BACKEND", "cpu") == "cpu":
     os.environ["JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY"] = "1"
@@ -25,10 +25,12 @@ if os.environ.get("COURSE_BACKEND", "cpu") == "cpu":
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
+import checked_types
 import jaxtyping
 
 # Checks the jaxtyping annotations of course_lib on every call. Must come before the first
 # import of course_lib.
+checked_types.install()
 jaxtyping.install_import_hook("course_lib", "beartype.beartype")
 
 from course_lib import xla_flags
@@ -51,6 +53,11 @@ if jax.config.jax_platforms != "cpu":
 # Tests compare the numbers, memory and traffic of many small programs, never their times: the
 # optimization of the CPU's machine code is left out. Processes that tests start have it.
 jax.config.update("jax_disable_most_optimizations", jax.config.jax_platforms == "cpu")
+
+# Source lines belong to the key, too, those of the test among them: without them, tests share
+# the programs that are equal.
+SOURCE_LINES = jax.config.jax_traceback_in_locations_limit
+jax.config.update("jax_traceback_in_locations_limit", 0)
 
 # bfloat16 + float32 is an error here, not a silent float32. Flax's LayerNorm
 # (promote_types(float16, float32)) and Optax's Adam (a float to the power of an int32 step)
@@ -100,7 +107,8 @@ A_LEARNERS_CODE = {
     "test_own_step_command",
 }
 
-# A program out of the cache has no plan of its memory, which these tests read (measure.heap).
+# A program out of the cache has no plan of its memory, and other tests' programs have no source
+# lines; these tests read them (measure.heap).
 READS_PLANS = {
     "test_memory",
     "test_tape",
@@ -176,13 +184,15 @@ def promotion(request):
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_anew(request):
-    """Compiles every program of a file that reads plans of memory."""
+    """Compiles every program of a file that reads plans of memory, with its source lines."""
     if request.module.__name__.rpartition(".")[2] not in READS_PLANS:
         yield
         return
     before = jax.config.jax_enable_compilation_cache
     use_cache(False)
+    jax.config.update("jax_traceback_in_locations_limit", SOURCE_LINES)
     yield
+    jax.config.update("jax_traceback_in_locations_limit", 0)
     use_cache(before)
 
 

@@ -21,8 +21,8 @@ CORE = (
     "configs extras fields files optimizers training measure models one_device many_devices"
     " smaller_and_faster planner own_step"
 ).split()
-IMPORT_ALL = """
-import importlib, json, sys
+WITHOUT = """
+import importlib, json, runpy, sys
 
 class Without:
     def find_spec(self, name, path=None, target=None):
@@ -31,6 +31,8 @@ class Without:
 
 missing, modules = json.loads(sys.argv[1])
 sys.meta_path.insert(0, Without())
+"""
+IMPORT_ALL = """
 errors = {}
 for name in modules:
     try:
@@ -39,6 +41,14 @@ for name in modules:
     except ModuleNotFoundError as error:
         errors[name] = str(error)
 print(json.dumps(errors))
+"""
+RUN_ALL = """
+for words in modules:
+    sys.argv = words.split()
+    try:
+        runpy.run_module(sys.argv[0], run_name="__main__")
+    except SystemExit as ended:
+        print(ended.code, file=sys.stderr)
 """
 
 
@@ -56,13 +66,10 @@ def packages(requirements):
     return found
 
 
-def errors_without(missing, modules):
-    """Returns the errors of modules that cannot be imported where packages are missing."""
-    task = json.dumps([sorted(missing), modules])
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORT_ALL, task], check=True, stdout=subprocess.PIPE, text=True
-    )
-    return json.loads(done.stdout)
+def without(missing, program, modules):
+    """Runs a program on modules where packages are missing."""
+    command = [sys.executable, "-c", WITHOUT + program, json.dumps([sorted(missing), modules])]
+    return subprocess.run(command, check=True, capture_output=True, text=True)
 
 
 def test_the_package_alone_brings_at_most_45_packages():
@@ -80,12 +87,20 @@ def test_each_technique_loads_without_an_extra_and_the_rest_names_its_extra():
         # pictures are loaded by their names
         if not module.name.endswith("__main__") and ".figures." not in module.name
     ] + [f"course_lib.show.figures:{name}" for name in figures.PICTURES["curves"].split()]
-    errors = errors_without(missing, modules)
+    errors = json.loads(without(missing, IMPORT_ALL, modules).stdout)
     core = {name for name in modules if name.split(".")[1] in CORE}
     assert core and not core & set(errors), core & set(errors)
     assert {"course_lib.program.loop", "course_lib.show.figures:lines"} <= set(errors)
     for name, error in errors.items():
         assert 'is not installed: pip install "course-lib[' in error, (name, error)
+
+
+def test_a_command_without_its_extra_says_so_in_one_sentence_and_ends_with_2():
+    commands = ["train --preset cpu", "sample RUN", "evaluate RUN", "export RUN FOLDER"]
+    commands = [f"course_lib.{command}" for command in commands]
+    error = 'error: tokenizers is not installed: pip install "course-lib[training]"'
+    done = without(["tokenizers"], RUN_ALL, commands)
+    assert done.stderr.splitlines() == 4 * [error, "2"] and done.stdout == ""
 
 
 def test_a_package_of_no_extra_keeps_its_error():

@@ -166,6 +166,12 @@ def test_the_workflow_runs_all_on_pull_requests_and_the_newest_packages_at_night
     assert commands("schedule") == ["make test-latest"]
 
 
+def test_a_commit_is_checked_by_the_lint_of_the_workflow():
+    [repo] = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert [hook["entry"] for hook in repo["hooks"]] == ["make lint"]
+    assert "make lint" in commands("pull_request")
+
+
 @pytest.fixture
 def why_only_facts(monkeypatch):
     """That of the project's own conftest.py, not of the one in tests/."""

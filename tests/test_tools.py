@@ -40,6 +40,31 @@ def test_a_second_run_leaves_the_file_alone_though_the_measurements_differ(path)
     assert path.read_text() != first
 
 
+PRINTED = "1,024 bytes in 5 us, 17 s, 3.5 ms, 1e-05\nfsdp\nddp\n"
+
+
+@pytest.mark.parametrize(
+    ("stored", "told"),
+    [
+        ("1,024 bytes in 6 us, 18 s, 4.5 ms, 1e-07\nfsdp\nddp\n", []),
+        (
+            PRINTED.replace("1,024", "512"),
+            ["- 512 bytes in us s ms", "+ 1,024 bytes in us s ms"],
+        ),
+        (PRINTED.replace("fsdp\nddp", "ddp\nfsdp"), ["+ fsdp", "- fsdp"]),
+    ],
+    ids=["measured", "integer", "order"],
+)
+def test_integers_and_orders_that_no_test_compares_are_printed(path, capsys, stored, told):
+    write(path, f"print({PRINTED!r}, end='')", tags=["nbval-ignore-output"])
+    execute_notebooks.store(path)
+    book = nbformat.read(path, 4)
+    book.cells[1].outputs[0].text = stored
+    nbformat.write(book, path)
+    execute_notebooks.store(path)
+    assert capsys.readouterr().out.splitlines() == [f"cell-01: {line}" for line in told]
+
+
 def test_a_folded_cell_stays_folded(path):
     write(path, "print(1)")
     book = nbformat.read(path, 4)

@@ -3,14 +3,17 @@
 usage: python tools/execute_notebooks.py [--fresh] [01 02 ...]        no number: all of them
 
 If only outputs of cells tagged nbval-ignore-output changed (times, for example), the file
-stays as it is, so a second run leaves nothing to commit; `--fresh` stores those outputs too. A
-stored notebook always comes from one complete run. If a notebook fails, its file does not
-change.
+stays as it is, so a second run leaves nothing to commit; `--fresh` stores those outputs too.
+Integers and words that changed in such cells are printed, since no test compares them. A stored
+notebook always comes from one complete run. If a notebook fails, its file does not change.
 """
 
+import difflib
 import os
+import re
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
@@ -25,6 +28,9 @@ METADATA = {
 }
 KEPT = ("tags", "jupyter", "cellView")  # of a cell's metadata; the last two fold its code
 SECONDS_A_CELL = 600
+UNITS = r"\s?(?:%|ns|µs|us|ms|s|min|tokens/s)(?!\w)"  # after what is measured
+NUMBER = rf"(?<![\w.,])(?<!e[-+])\d[\d,]*(?![\d,]*(?:\.\d|[^\W\d]|{UNITS}))"
+FACT = re.compile(rf"\b[^\W\d]\w*|{NUMBER}")
 
 
 def run(path: Path, repo: str) -> nbformat.NotebookNode:
@@ -55,24 +61,42 @@ def run(path: Path, repo: str) -> nbformat.NotebookNode:
     return nb
 
 
+def measures(cell: nbformat.NotebookNode) -> bool:
+    return "nbval-ignore-output" in cell.metadata.get("tags", ())
+
+
 def facts(nb: nbformat.NotebookNode) -> list:
     """Returns the parts that two runs on one machine have in common: everything except the
     outputs of measurements.
     """
     cells = []
     for cell in nb.cells:
-        measured = "nbval-ignore-output" in cell.metadata.get("tags", ())
-        cells.append(
-            {key: value for key, value in cell.items() if not (measured and key == "outputs")}
-        )
+        left_out = {"outputs"} if measures(cell) else set()
+        cells.append({key: value for key, value in cell.items() if key not in left_out})
     return [nb.metadata, cells]
+
+
+def words(cell: nbformat.NotebookNode) -> list[str]:
+    """Returns the integers and words of each line that a cell printed."""
+    text = "".join(output.get("text", "") for output in cell.outputs)
+    return [" ".join(FACT.findall(line)) for line in text.splitlines()]
+
+
+def unread(before: nbformat.NotebookNode, after: nbformat.NotebookNode) -> Iterator[str]:
+    """Yields lines of measurements whose integers or words changed, or their order."""
+    stored = {cell.source: cell for cell in before.cells if cell.get("outputs")}
+    for cell in filter(measures, after.cells):
+        lines = difflib.ndiff(words(stored.get(cell.source, cell)), words(cell))
+        yield from (f"{cell.id}: {line}" for line in lines if line[0] in "-+")
 
 
 def store(path: Path, *, fresh: bool = False) -> str:
     """Runs a notebook and stores it if a fact changed; returns "stored" or "unchanged"."""
-    before = path.read_text()
+    before = nbformat.read(path, 4)
     nb = run(path, stamp.repository())
-    if not fresh and facts(nbformat.reads(before, 4)) == facts(nb):
+    for line in unread(before, nb):
+        print(line)
+    if not fresh and facts(before) == facts(nb):
         return "unchanged"
     path.write_text(nbformat.writes(nb) + "\n")
     return "stored"

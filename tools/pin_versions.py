@@ -51,16 +51,8 @@ def resolve(requirements: list[str], first: str, end: str, constraints: list[str
             f"dependencies = {requirements!r}\n[tool.uv]\nenvironments = {environments!r}\n"
             f"constraint-dependencies = {constraints!r}\n"
         )
-        command = [
-            "uv",
-            "pip",
-            "compile",
-            str(wanted),
-            "--universal",
-            "--python-version",
-            first,
-        ]
-        command += ["--quiet", "--no-header", "--no-annotate"]
+        command = ["uv", "pip", "compile", str(wanted), "--python-version", first]
+        command += "--universal --quiet --no-header --no-annotate".split()
         command += ["--no-emit-index-url", "--no-emit-find-links"]
         lines = subprocess.check_output(command, text=True, cwd=folder).splitlines()
     return "".join(pin(Requirement(line), f"{first}.0") for line in lines)

@@ -26,14 +26,15 @@ SMALL_LEAF = 1e-2
 
 def small(batch_size: int, seq_len: int, **changes: Any) -> ConfigDict:
     """Returns the configuration of a Transformer of two layers that compiles in seconds: width
-    16, eight heads, 32 tokens in its vocabulary, and plain SGD. Changes are fields of
-    `config.model`.
+    16, eight heads, 32 tokens in its vocabulary, and plain SGD of rate 1. Changes are
+    fields of `config.model`.
     """
     config = configs.get("cpu")
     config.model.update(num_layers=2, hidden_size=16, head_dim=2, num_heads=8)
     config.model.update(vocab_size=32, num_outputs=32, max_seq_len=seq_len, scan_layers=True)
     config.model.update(changes)
-    config.optimizer.update(name="sgd", weight_decay=0.0, clip_norm=0.0)
+    config.optimizer.update(name="sgd", learning_rate=1.0, schedule="constant", warmup_steps=0)
+    config.optimizer.update(weight_decay=0.0, clip_norm=0.0)
     config.data.update(batch_size=batch_size, seq_len=seq_len)
     return config
 

@@ -6,6 +6,7 @@ Nothing here takes effect by itself: see `bug_zoo.release`.
 
 import dataclasses
 import functools
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
@@ -14,62 +15,57 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from course_lib import training
-from course_lib.many_devices import (
-    collectives,
-    context_parallel,
-    data_parallel,
-    tensor_parallel,
-)
+from course_lib.many_devices import collectives, data_parallel
 from course_lib.many_devices.meshes import vary
-from course_lib.many_devices.pipeline_parallel import slots, stage
-from course_lib.models import layers, losses
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
     """One fault."""
 
-    owner: Any  # the module or class that has the attribute
+    where: str  # the module or class that has the attribute, not imported yet
     attribute: str  # the name of the function that is replaced
     make: Callable[[Any], Any]  # makes the faulty function from the right one
+    does: str  # what the faulty function does
+
+    owner = property(lambda self: pkgutil.resolve_name(self.where))
 
 
 FAULTS: dict[str, Fault] = {}  # by name
 
 
-def _fault(owner: Any, attribute: str) -> Callable[[Any], Any]:
+def _fault(where: str, attribute: str) -> Callable[[Any], Any]:
     """Enters a function `wrong(right, *arguments)` into `FAULTS`."""
 
     def enter(wrong: Callable[..., Any]) -> Callable[..., Any]:
         def make(right: Any) -> Any:
             return functools.wraps(right)(lambda *args, **named: wrong(right, *args, **named))
 
-        FAULTS[wrong.__name__] = Fault(owner, attribute, make)
+        FAULTS[wrong.__name__] = Fault(where, attribute, make, wrong.__doc__)
         return wrong
 
     return enter
 
 
-@_fault(data_parallel, "label_share")
+@_fault("course_lib.many_devices.data_parallel", "label_share")
 def mean_of_means(right, metrics, total):
     """Averages the means of the devices, whatever their numbers of labels."""
     return jnp.asarray(1 / jax.lax.axis_size("data"))
 
 
-@_fault(data_parallel, "sum_over_devices")
+@_fault("course_lib.many_devices.data_parallel", "sum_over_devices")
 def summed_twice(right, *args):
     """Sums a gradient over devices twice."""
     return jax.tree.map(lambda x: jax.lax.psum(vary(x, "data"), "data"), right(*args))
 
 
-@_fault(data_parallel, "sum_over_devices")
+@_fault("course_lib.many_devices.data_parallel", "sum_over_devices")
 def mean_for_sum(right, *args):
     """Averages gradients over devices instead of adding them."""
     return jax.tree.map(lambda x: x / jax.lax.axis_size("data"), right(*args))
 
 
-@_fault(data_parallel, "sum_over_devices")
+@_fault("course_lib.many_devices.data_parallel", "sum_over_devices")
 def wrong_slice(right, grads, param_specs, grad_specs):
     """Keeps the neighbour's slice of the gradient."""
 
@@ -80,13 +76,13 @@ def wrong_slice(right, grads, param_specs, grad_specs):
     return jax.tree.map(neighbours, right(grads, param_specs, grad_specs), grad_specs)
 
 
-@_fault(data_parallel, "_own_key")
+@_fault("course_lib.many_devices.data_parallel", "_own_key")
 def shared_key(right, rng):
     """Drops the same units on all devices, with a key that was not folded in."""
     return rng
 
 
-@_fault(data_parallel, "gather")
+@_fault("course_lib.many_devices.data_parallel", "gather")
 def gathered_twice(right, params, *args):
     """Gathers parameters a second time, for nothing."""
     first = right(params, *args)
@@ -94,7 +90,7 @@ def gathered_twice(right, params, *args):
     return jax.tree.map(lambda x, y: x + 0 * y, right(params, *args), first)
 
 
-@_fault(data_parallel, "gather_outside")
+@_fault("course_lib.many_devices.data_parallel", "gather_outside")
 def one_layer_late(right, specs, dtype):
     """Uses the parameters gathered for the layer before."""
 
@@ -105,7 +101,7 @@ def one_layer_late(right, specs, dtype):
     return late
 
 
-@_fault(optax, "clip_by_global_norm")
+@_fault("optax", "clip_by_global_norm")
 def norm_of_a_slice(right, max_norm):
     """Clips gradients by the norm of one slice of two."""
 
@@ -118,14 +114,14 @@ def norm_of_a_slice(right, max_norm):
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-@_fault(tensor_parallel, "cross_entropy")
+@_fault("course_lib.many_devices.tensor_parallel", "cross_entropy")
 def loss_on_every_shard(right, logits, labels):
     """Counts the loss once per device that shares the tokens."""
     loss, correct = right(logits, labels)
     return jax.lax.psum(vary(loss, "tensor"), "tensor"), correct
 
 
-@_fault(tensor_parallel, "cross_entropy")
+@_fault("course_lib.many_devices.tensor_parallel", "cross_entropy")
 def neighbours_logits(right, logits, labels):
     """Looks labels up in the neighbour's logits."""
     return right(collectives.shift(logits, "tensor"), labels)
@@ -142,7 +138,7 @@ def _with_params(hooks: Any, change: Callable[[Any, Array], Array]) -> Any:
     return dataclasses.replace(hooks, layer=layer)
 
 
-@_fault(tensor_parallel, "hooks")
+@_fault("course_lib.many_devices.tensor_parallel", "hooks")
 def bias_on_every_shard(right, grid, **options):
     """Adds a bias on every device, before the sum over devices."""
 
@@ -153,7 +149,7 @@ def bias_on_every_shard(right, grid, **options):
     return _with_params(right(grid, **options), change)
 
 
-@_fault(tensor_parallel, "hooks")
+@_fault("course_lib.many_devices.tensor_parallel", "hooks")
 def same_positions(right, grid, **options):
     """Counts the positions of each part of the sequence from 0."""
 
@@ -177,13 +173,13 @@ def _backward(_: None, gradient: Array) -> tuple[Array]:
 _through_one_device.defvjp(lambda x: (_through_one_device(x), None), _backward)
 
 
-@_fault(tensor_parallel, "column")
+@_fault("course_lib.many_devices.tensor_parallel", "column")
 def gradient_of_one_shard(right, x, *args, **options):
     """Takes the gradient of a shared input through one device, not the sum."""
     return right(_through_one_device(x), *args, **options)
 
 
-@_fault(layers, "norm")
+@_fault("course_lib.models.layers", "norm")
 def norm_of_own_heads(right, params, name, x):
     """Normalizes queries and keys over all heads of a device."""
     if name not in ("query_norm", "key_norm"):
@@ -192,7 +188,7 @@ def norm_of_own_heads(right, params, name, x):
     return right({name: scale}, name, x.reshape(*x.shape[:2], -1)).reshape(x.shape)
 
 
-@_fault(tensor_parallel, "hooks")
+@_fault("course_lib.many_devices.tensor_parallel", "hooks")
 def scale_of_one_shard(right, grid, **options):
     """Takes the gradient of the query and key norms' scale from one device's heads."""
 
@@ -203,32 +199,32 @@ def scale_of_one_shard(right, grid, **options):
     return _with_params(right(grid, **options), change)
 
 
-@_fault(collectives, "join")
+@_fault("course_lib.many_devices.collectives", "join")
 def order_of_arrival(right, parts, first, axis, dim):
     """Joins the parts that came around a ring in their order of arrival."""
     return jnp.concatenate(parts, dim)
 
 
-@_fault(context_parallel, "block_pairs")
+@_fault("course_lib.many_devices.context_parallel", "block_pairs")
 def other_part(right, step, causal):
     """Shows early queries later keys, and hides keys from late queries."""
     return [(1 - k, 1 - q, masked) for q, k, masked in right(step, causal)]
 
 
-@_fault(losses, "balanced_loss")
+@_fault("course_lib.models.losses", "balanced_loss")
 def balance_on_every_shard(right, apply_fn, weight, score):
     """Counts the balance of experts once per device that has experts."""
     return lambda *args: right(apply_fn, weight * jax.lax.axis_size("expert"), score)(*args)
 
 
-@_fault(stage.Device, "backward")
+@_fault("course_lib.many_devices.pipeline_parallel.stage:Device", "backward")
 def next_microbatch(right, device, state, op):
     """Computes the backward pass of a microbatch with the next one's labels."""
     following = (op["microbatch"] + 1) % device.batch.inputs.shape[0]
     return right(device, state, op | {"microbatch": following})
 
 
-@_fault(slots, "program")
+@_fault("course_lib.many_devices.pipeline_parallel.slots", "program")
 def small_stash(right, schedule):
     """Overwrites activations, with one slot too few in the stash."""
     program = right(schedule)
@@ -237,7 +233,7 @@ def small_stash(right, schedule):
     return dataclasses.replace(program, columns=columns, sizes={**program.sizes, "stash": size})
 
 
-@_fault(training, "make_train_step")
+@_fault("course_lib.training", "make_train_step")
 def reads_what_it_gave_away(right, *args, **options):
     """Reads the donated state again, for a log."""
     step = right(*args, **options)

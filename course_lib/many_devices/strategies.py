@@ -193,7 +193,7 @@ def _in_stages(init: Any, apply_fn: Any, mesh: Mesh, strategy: Strategy, placed:
     """Returns both functions for layers in the order of a pipeline's stages."""
     from course_lib.many_devices.pipeline_parallel import pipeline
 
-    size = mesh.shape["pipe"], strategy.chunks
+    size = mesh.shape["pipe"], strategy.chunks, strategy.schedule
 
     def init_in_stages(rng: Any) -> training.TrainState:
         new = init(rng)

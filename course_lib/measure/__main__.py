@@ -2,7 +2,8 @@
 
 import sys
 
+from course_lib import extras
 from course_lib.own_step.command import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(extras.exit_code(main))

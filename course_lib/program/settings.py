@@ -26,6 +26,7 @@ from course_lib.fields import FIXED, FREE, ROUNDING, Field, Free, Rounding, Rule
 from course_lib.fields import set_field as set_field
 from course_lib.many_devices import meshes
 from course_lib.many_devices.options import Strategy
+from course_lib.many_devices.pipeline_parallel import V_SHAPED
 from course_lib.measure import hardware
 from course_lib.program import journal
 
@@ -175,6 +176,8 @@ def fixed(config: ConfigDict) -> dict[str, Any]:
     kept = {f: value for f, value in fields.flat(config).items() if resumed(f) == FIXED}
     if config.strategy.chunks > 1:  # layers are stored in the order of a pipeline's stages
         kept["mesh.pipe"] = config.mesh.pipe
+    if config.strategy.schedule in V_SHAPED:  # they lie in another order
+        kept["strategy.v_shaped"] = True
     return unflatten_dict(kept, sep=".")
 
 

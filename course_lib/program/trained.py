@@ -129,7 +129,7 @@ def begin(state: training.TrainState, config: ConfigDict) -> training.TrainState
 
     def ours(params: PyTree) -> PyTree:
         params = jax.tree.map(lambda new, old: new.astype(old.dtype), params, state.params)
-        return pipeline.to_stages(params, config.mesh.pipe, config.strategy.chunks)
+        return pipeline.to_stages(params, *_stages(config))
 
     placed = jax.tree.map(lambda leaf: leaf.sharding, state.params)
     return dataclasses.replace(state, params=jax.jit(ours, out_shardings=placed)(params))
@@ -152,8 +152,12 @@ def _params(folder: Folder, config: ConfigDict, like: PyTree) -> tuple[int, PyTr
         saved = checkpoints.restore({"params": like})
     if saved is None:
         raise ValueError(f"{str(folder)!r} must have a checkpoint: it has none yet")
-    stages = config.mesh.pipe, config.strategy.chunks
-    return saved.step, pipeline.from_stages(saved.state["params"], *stages)
+    return saved.step, pipeline.from_stages(saved.state["params"], *_stages(config))
+
+
+def _stages(config: ConfigDict) -> tuple[int, int, str]:
+    """Returns what the order of layers depends on, as `pipeline.to_stages` takes it."""
+    return config.mesh.pipe, config.strategy.chunks, config.strategy.schedule
 
 
 def _apply_fn(config: ConfigDict) -> Any:

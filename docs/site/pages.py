@@ -17,8 +17,8 @@ from pathlib import Path
 from urllib.parse import unquote
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS = """your_model training cluster/README cluster/slurm cluster/kubernetes cluster/ssh gpu
-    xla_flags versions benchmarks backtest design"""
+DOCS = """your_model training teaching cluster/README cluster/slurm cluster/kubernetes
+    cluster/ssh gpu xla_flags versions benchmarks backtest design"""
 PAGES = [f"docs/{name}" for name in DOCS.split()]
 PAGES += ["CONTRIBUTING", "CHANGELOG", "course_lib/text/corpus/SOURCE"]
 FILES = ["LICENSE", "course_lib/lessons/bug_zoo.py"]  # that a page links to

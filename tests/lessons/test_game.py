@@ -536,16 +536,19 @@ needs_compiler = pytest.mark.skipif(
 @needs_compiler
 def test_a_step_that_only_works_at_the_small_size_or_on_another_gpu_is_told_so(capsys):
     small = knowing(before=lambda batch: batch.reshape(16, 33))
-    assert "The small step works, the real one raised TypeError" in submit(capsys, small)
+    printed = submit(capsys, small)
+    assert "The small step works, the real one raised TypeError" in printed
+    assert printed.count("\n") == 2
 
     def prints(params, batch):
         jax.debug.print("step")
         return game.loss(params, batch)
 
-    assert "remove jax.debug.print" in submit(capsys, make_step(prints))
-    printed = submit(capsys, make_step(half(game.loss)), "t4")
-    assert "✗ An NVIDIA T4 has no unit for products of bfloat16" in printed
-    assert "16-bit dtype is float16" in printed and printed.count("\n") == 2
+    with pytest.raises(WrongAnswer, match="remove jax.debug.print"):
+        score.compile_step(make_step(prints), "a5000", "prints")
+    words = "An NVIDIA T4 has no unit for products of bfloat16.* 16-bit dtype is float16"
+    with pytest.raises(WrongAnswer, match=words):
+        score.compile_step(make_step(half(game.loss)), "t4", "half")
 
 
 def of_six_layers(params, batch):
@@ -669,8 +672,6 @@ def keeps_its_moments(config):
 
 
 CHEATS = {
-    "first positions": (make_step(of_the_first_positions), "positions of a real sequence, "),
-    "a tail": (make_step(cuts_a_tail), "positions of a real sequence, "),
     "moments": (keeps_its_moments, "returns an array of the old state"),
     "six layers": (make_step(of_six_layers), "10% fewer FLOPs"),
     "traced only": (only_traces, "XLA drops what no result needs: the rest has 67% fewer"),
@@ -679,10 +680,17 @@ CHEATS = {
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", [slow(n) if n == "a tail" else n for n in CHEATS])
-def test_a_real_step_that_does_less_than_the_small_one_is_refused(name, capsys):
+@pytest.mark.parametrize("name", CHEATS)
+def test_a_real_step_that_does_less_than_the_small_one_is_refused(name):
     cheats, words = CHEATS[name]
-    assert words in submit(capsys, cheats)
+    with pytest.raises(WrongAnswer, match=words):
+        score.compile_step(cheats, "a5000", name)
+
+
+@needs_compiler
+@pytest.mark.parametrize("cheats", [of_the_first_positions, slow(cuts_a_tail)])
+def test_a_step_that_learns_from_fewer_labels_of_long_sequences_is_refused(cheats, capsys):
+    assert "positions of a real sequence, " in submit(capsys, make_step(cheats))
 
 
 # The ladder of the reference moves.

@@ -28,7 +28,9 @@ def test_the_record_holds_every_case_with_three_seeds_and_a_best_rate_inside_its
             assert len(run["curve"]) == record["steps"] // optimizer_study.EVERY
 
 
-def test_a_case_learns_and_its_rate_is_an_argument_of_one_compiled_step():
+def test_a_case_learns_and_its_rate_is_an_argument_of_one_compiled_step(monkeypatch):
+    few = optimizer_study._validation()[:1]
+    monkeypatch.setattr(optimizer_study, "_validation", lambda: few)
     case = optimizer_study.CASES[0]
     slow, fast = (optimizer_study.train(case, rate, steps=40) for rate in (1e-5, 1e-2))
     uniform = math.log(2048)

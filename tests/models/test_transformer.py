@@ -45,6 +45,11 @@ def _params(scan_layers=True):
     return {name: leaf for name, leaf in scanned.items() if name != "block"} | layers
 
 
+def _stored(dtype):
+    """Returns the parameters as NumPy arrays of a dtype."""
+    return jax.tree.map(lambda leaf: np.asarray(leaf).astype(jnp.dtype(dtype)), _params())
+
+
 @functools.cache
 def _grads(train=False, **changes):
     """Gradients, stacked as for a scan, and logits, of the small model with some changes."""
@@ -151,8 +156,7 @@ def test_the_gradient_of_a_row_that_is_used_often_is_summed_in_float32(stored):
     """A bfloat16 sum of 1024 equal terms stops growing at 256 of them, where one more no longer
     changes it.
     """
-    model = Transformer(_config(dtype="bfloat16"))
-    params = jax.tree.map(lambda leaf: leaf.astype(stored), _params())
+    model, params = Transformer(_config(dtype="bfloat16")), _stored(stored)
 
     @jax.jit
     def gradient(weights):
@@ -176,15 +180,15 @@ def test_the_gradient_of_a_row_that_is_used_often_is_summed_in_float32(stored):
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 def test_the_gradient_of_a_tied_table_is_the_float32_sum_of_those_of_both_its_uses(stored):
-    params = jax.tree.map(lambda leaf: leaf.astype(stored), _params())
-    table = params["embed"]["embedding"].astype("float32")
-    untied = params | {"output_layer": {"kernel": table.T, "bias": jnp.zeros(11)}}
+    params = _stored(stored)
+    bias = np.zeros(11)
+    untied = params | {"output_layer": {"kernel": params["embed"]["embedding"].T, "bias": bias}}
     untied = jax.tree.map(lambda leaf: leaf.astype("float32"), untied)
     del params["output_layer"]
 
     def gradient(model, params):
         loss = lambda params: (transformer.apply(model, params, _tokens())[0] ** 2).mean()  # noqa: E731
-        return jax.grad(loss)(params)
+        return jax.device_get(jax.jit(jax.grad(loss))(params))
 
     with jax.default_matmul_precision("highest"):
         found = gradient(_config(tied_embeddings=True), params)["embed"]["embedding"]

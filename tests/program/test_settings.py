@@ -180,6 +180,9 @@ def test_where_layers_are_stored_in_the_order_of_stages_these_stay():
     two = settings.fixed(small(**{"strategy.chunks": 2, "mesh.pipe": 2}))
     assert two != settings.fixed(small(**{"mesh.pipe": 2})) and two != settings.fixed(small())
     assert two != settings.fixed(small(**{"strategy.chunks": 2, "mesh.pipe": 4}))
+    in_a_v = {"strategy.chunks": 2, "mesh.pipe": 2, "strategy.schedule": "zb_v"}
+    v_shaped = settings.fixed(small(**in_a_v))
+    assert settings.changed(two, v_shaped) and settings.changed(v_shaped, two)
     assert settings.strategy(small(**{"strategy.chunks": 2})) == Strategy(chunks=2)
 
 

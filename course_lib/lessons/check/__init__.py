@@ -12,6 +12,7 @@ import functools
 import importlib
 import pathlib
 import re
+import tomllib
 from typing import Any
 
 FOLDER = pathlib.Path(__file__).parent
@@ -23,6 +24,11 @@ def modules() -> dict[str, str]:
     texts = {file.stem: file.read_text() for file in FOLDER.glob("*.toml")}
     names = {stem: re.findall(r"^\[(\w+)\]$", text, re.M) for stem, text in texts.items()}
     return {one: stem for stem, listed in names.items() for one in listed}
+
+
+@functools.cache
+def sentences(module: str) -> dict[str, Any]:
+    return tomllib.loads((FOLDER / f"{module}.toml").read_text())
 
 
 def __getattr__(name: str) -> Any:

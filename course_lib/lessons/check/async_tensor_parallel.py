@@ -13,14 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from course_lib.lessons.check.answers import WrongAnswer, close
-from course_lib.lessons.check.exercises import (
-    Function,
-    Numbers,
-    Outcome,
-    change,
-    normal,
-    share,
-)
+from course_lib.lessons.check.exercises import Function, Numbers, Outcome, change, normal, share
 from course_lib.lessons.check.many_devices import DeviceFunction, OnDevices
 from course_lib.many_devices import meshes
 from course_lib.measure import hardware

@@ -216,10 +216,7 @@ all_of_the_state = Function(
             [low, change("mean.sum()", 'state["mean"].sum()')],
             lambda it: not close(it.new["weight"], it.right[0]["weight"], 1e-5),
         ),
-        "rounded": (
-            change("0.9 * mean", '0.9 * state["mean"]'),
-            lambda it: it.differing > 1,
-        ),
+        "rounded": (change("0.9 * mean", '0.9 * state["mean"]'), lambda it: it.differing > 1),
         "history": (change("history, mean]", "mean, history]"), lambda it: not it.has_history),
     },
 )

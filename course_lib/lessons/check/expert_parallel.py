@@ -5,16 +5,21 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import PartitionSpec as P
 
+from course_lib import measure, optimizers
+from course_lib.lessons import bug_zoo, compare
 from course_lib.lessons.check.exercises import (
     Function,
+    Numbered,
     Numbers,
     Outcome,
     change,
     normal,
 )
-from course_lib.lessons.check.many_devices import DeviceFunction
+from course_lib.lessons.check.many_devices import DeviceFunction, mesh_of
+from course_lib.many_devices import strategies
 from course_lib.models import routing
 
 
@@ -187,7 +192,7 @@ def tokens_and_experts():
     return [(1.25 * room, up, down)]
 
 
-cut = P("expert")
+cut, ZERO_3 = P("expert"), strategies.Strategy(zero=3)
 expert_layer = DeviceFunction(
     "expert_layer",
     layer,
@@ -219,4 +224,58 @@ expert_layer = DeviceFunction(
             "exchange(room, 0, 1)", "jax.lax.stop_gradient(exchange(room, 0, 1))"
         ),
     },
+)
+
+
+@functools.cache
+def shown(suspect):
+    """Returns what the instruments show of a suspect."""
+    config, key = compare.small(batch_size=4, seq_len=8), jax.random.key(0)
+    alone, step = compare.OneDevice(config), (mesh_of({"data": 2, "tensor": 2}), ZERO_3)
+    with bug_zoo.suspect(suspect), jax.default_matmul_precision("highest"):
+        grad_fn = jax.jit(strategies.gradient(config, *step))
+        gradient = grad_fn.lower(alone.params, alone.batch, key).compile(compare.QUICK)
+        config.model.dropout_rate, config.optimizer.clip_norm = 0.5, 0.1
+        loss = jax.jit(strategies.build(config, *step).loss_fn, compiler_options=compare.QUICK)
+        exchanged = jax.tree.map(lambda x: np.roll(x, 2, axis=0), alone.batch)  # of 4 sequences
+        losses = [loss(alone.params, x, key)[0] for x in (alone.batch, exchanged)]
+        optimizer = optimizers.from_config(config.optimizer)
+        update, _ = optimizer.update(alone.grads, optimizer.init(alone.params), alone.params)
+    grads = gradient(alone.params, alone.batch, key)[0]
+    return {
+        "off": jax.tree.leaves(jax.tree.map(compare.furthest, grads, alone.grads)),
+        "gathered": measure.ledger(gradient, step[0]).payload("all-gather"),
+        "losses": losses,
+        "update": optax.tree.norm(update),
+    }
+
+
+class Accused(Numbered):
+    """The first suspect with a wrong answer."""
+
+    name = property(lambda it: next(n for n in it.yours if it.yours[n] != it.right[n]))
+    said = property(lambda it: it.yours[it.name])
+    shown = property(lambda it: shown(it.name))
+
+
+def accused(name):
+    """Returns a suspect's rows: wrong answers, by the instrument that contradicts them."""
+    right, by = bug_zoo.SUSPECTS[name], dict.fromkeys(bug_zoo.FAULTS, "gradient")
+    by |= {"gathered_twice": "bytes", "shared_key": "masks", "norm_of_a_slice": "update"}
+    by |= {"hydra": "no fault", "none": by.get(right), right: None}
+    return {
+        row: (
+            [answer for answer in by if by[answer] == row],
+            lambda it, row=row: by.get(it.yours[name], "no fault") == row,
+        )
+        for row in ("no fault", "gradient", "bytes", "masks", "update")
+    }
+
+
+which_fault = Numbers(
+    "which_fault",
+    lambda: bug_zoo.SUSPECTS,
+    words=tuple(bug_zoo.SUSPECTS),
+    outcome=Accused,
+    rows={name: accused(name) for name in bug_zoo.SUSPECTS},
 )

@@ -155,11 +155,7 @@ accumulation = Function(
             lambda it: 8 in it.sizes,
         ),
         "size": (
-            [
-                change("(a, M)", "(a, 2)"),
-                change("(a, M)", "(a, 4)"),
-                in_numpy(4),
-            ],
+            [change("(a, M)", "(a, 2)"), change("(a, M)", "(a, 4)"), in_numpy(4)],
             lambda it: it.sizes - {it.right_size},
         ),
         "scan": (by_scan, lambda it: it.loops),

@@ -155,7 +155,7 @@ class ForEachChunk(Function):
         results: list[Any] = []
         carry: Any = jnp.full(3, -jnp.inf), jnp.zeros(3)
         for chunk in outcome.args[0]:
-            carry = call(outcome.function, *carry, chunk, hint=self.sentences["hint"])
+            carry = call(outcome.function, *carry, chunk, hint=self.first_hint)
             is_pair = (
                 hasattr(carry, "__len__") and len(carry) == 2 and not isinstance(carry, dict)
             )

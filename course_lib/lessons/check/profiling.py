@@ -10,14 +10,7 @@ import numpy as np
 
 from course_lib.lessons import slow_steps
 from course_lib.lessons.check.answers import close, equations, programs_in
-from course_lib.lessons.check.exercises import (
-    Function,
-    Numbers,
-    Outcome,
-    change,
-    normal,
-    share,
-)
+from course_lib.lessons.check.exercises import Function, Numbers, Outcome, change, normal, share
 from course_lib.measure import program
 
 N, B, D = 8, 256, 512
@@ -276,10 +269,7 @@ def fault(name):
     right = slow_steps.FAULTS[name]
     return {
         f"{name}: no part": ("cpu", lambda it: it.yours[name] not in PARTS),
-        name: (
-            [part for part in PARTS if part != right],
-            lambda it: it.yours[name] != right,
-        ),
+        name: ([part for part in PARTS if part != right], lambda it: it.yours[name] != right),
     }
 
 

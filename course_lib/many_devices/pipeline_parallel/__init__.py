@@ -9,4 +9,9 @@ SCHEDULES = {
     "breadth_first": "breadth_first",
     "depth_first": "depth_first",
     "zero_bubble": "zero_bubble",
+    "zb_v": "zb_v",
+    "dualpipe_v": "dualpipe_v",
 }
+
+V_SHAPED = ("zb_v", "dualpipe_v")
+"""The schedules whose second chunks lie on the devices in the opposite order."""

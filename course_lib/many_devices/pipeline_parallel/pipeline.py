@@ -39,7 +39,13 @@ from course_lib.many_devices import meshes, sharding
 from course_lib.many_devices.axis import Asked, Axis
 from course_lib.many_devices.collectives import shift
 from course_lib.many_devices.meshes import vary
-from course_lib.many_devices.pipeline_parallel import schedules, slots, split, stage
+from course_lib.many_devices.pipeline_parallel import (
+    V_SHAPED,
+    schedules,
+    slots,
+    split,
+    stage,
+)
 from course_lib.many_devices.pipeline_parallel.schedules import Schedule
 from course_lib.models.transformer import Parts
 from course_lib.one_device import gradient_accumulation
@@ -170,16 +176,24 @@ def _execute(
                 return runs[kind](state.replace(taken=taken), stage.at(turn, op))
 
             state = stage.only_if(op["kind"] == number, run, state, kind)
-        activation, gradient = shift(state.to_next, AXIS, 1), shift(state.to_previous, AXIS, -1)
-        return state.replace(
-            inbox=stage.put(state.inbox, op["inbox_put"], activation),
-            gradient=stage.put(state.gradient, op["gradient_put"], gradient),
-        ), None
+        activation, gradient = state.activation, state.input_gradient
+        made = {"inbox": activation, "gradient": gradient}
+        if schedule.v_shaped:  # the stage after an odd chunk is on the previous device
+            odd = op["chunk"] % 2 == 1
+            activation, gradient = (
+                jnp.where(odd, gradient, activation),
+                jnp.where(odd, activation, gradient),
+            )
+        sent = {1: shift(activation, AXIS, 1), -1: shift(gradient, AXIS, -1)}
+        buffers = {"inbox": state.inbox, "gradient": state.gradient}
+        for (name, way), slot in op["arrivals"].items():
+            buffers[name] = stage.put(buffers[name], slot, sent.get(way, made[name]))
+        return state.replace(**buffers), None
 
-    rows = {
-        name: jnp.asarray(column)[jax.lax.axis_index(AXIS)]
-        for name, column in program.columns.items()
-    }
+    rows = jax.tree.map(
+        lambda column: jnp.asarray(column)[jax.lax.axis_index(AXIS)],
+        {**program.columns, "arrivals": program.arrivals},
+    )
     return jax.lax.scan(slot, _first_state(device, program, x), rows)[0]
 
 
@@ -241,8 +255,8 @@ def _first_state(device: stage.Device, program: slots.Program, x: Array) -> stag
     state = stage.State(
         grads=sums,
         metrics=zeros(metrics),
-        to_next=x,
-        to_previous=x,
+        activation=x,
+        input_gradient=x,
         inbox=zeros(lambda: x, sizes["inbox"]),
         gradient=zeros(lambda: x, sizes["gradient"]),
         taken=vary(jnp.zeros(len(program.kinds), jnp.int32), AXIS),
@@ -274,25 +288,37 @@ def _sum(
     )
 
 
-def to_stages(params: PyTree, stages: int, chunks: int) -> PyTree:
+def to_stages(params: PyTree, stages: int, chunks: int, schedule: str = "") -> PyTree:
     """Puts scanned layers [N, ...] into the order of the S devices: first the v chunks of the
-    first device. With one chunk per device the order stays.
+    first device. With one chunk per device the order stays. `schedule`: its name, since in
+    those of `V_SHAPED` the second chunks lie in the opposite order.
     """
-    return _reorder(params, (chunks, stages))
-
-
-def from_stages(params: PyTree, stages: int, chunks: int) -> PyTree:
-    """Undoes `to_stages`: puts the layers back into the model's order."""
-    return _reorder(params, (stages, chunks))
-
-
-def _reorder(params: PyTree, sizes: tuple[int, int]) -> PyTree:
-    """Transposes the order of layers, read as a grid of these sizes."""
 
     def of_leaf(x: Any) -> Any:
-        return x.reshape(*sizes, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
+        return _turned(x.reshape(chunks, stages, -1, *x.shape[1:]), schedule).swapaxes(0, 1)
 
-    return params if 1 in sizes else params | {"block": jax.tree.map(of_leaf, params["block"])}
+    return _reordered(params, of_leaf, chunks)
+
+
+def from_stages(params: PyTree, stages: int, chunks: int, schedule: str = "") -> PyTree:
+    """Undoes `to_stages`: puts the layers back into the model's order."""
+
+    def of_leaf(x: Any) -> Any:
+        return _turned(x.reshape(stages, chunks, -1, *x.shape[1:]).swapaxes(0, 1), schedule)
+
+    return _reordered(params, of_leaf, chunks)
+
+
+def _turned(grid: Any, schedule: str) -> Any:
+    """Turns the second of two rows around in the schedules whose chunks lie in a V."""
+    return jnp.stack([grid[0], grid[1][::-1]]) if schedule in V_SHAPED else grid
+
+
+def _reordered(params: PyTree, of_leaf: Callable[[Any], Any], chunks: int) -> PyTree:
+    if chunks == 1:
+        return params
+    layers = jax.tree.map(lambda x: of_leaf(x).reshape(x.shape), params["block"])
+    return params | {"block": layers}
 
 
 def errors(asked: Asked) -> Iterator[str]:

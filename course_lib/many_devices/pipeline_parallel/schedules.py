@@ -15,7 +15,8 @@ order, as a table:
 Each of F, B and W takes one slot, as Qi et al. count (2023, https://arxiv.org/abs/2401.10241),
 so that schedules are comparable. The result of a slot arrives at the next or previous stage in
 time for the next slot. A device may have several chunks of layers: chunk c of device d is stage
-c S + d of the model, so that activations run around the ring of devices v times.
+c S + d of the model, so that activations run around the ring of devices v times. In a V, odd
+chunks lie in the opposite order: with two chunks, device d has the stages d and 2 S - 1 - d.
 
                     idle share         live microbatches, device d      source
     gpipe           (S-1) / (M+S-1)    M                                Huang et al., 2018
@@ -23,14 +24,18 @@ c S + d of the model, so that activations run around the ring of devices v times
     breadth_first   (S-1) / (vM+S-1)   vM                               Lamy-Poirier, 2022
     depth_first     (S-1) / (vM+S-1)   min(2(S-d-1) + (v-1)S + 1, vM)   Narayanan et al., 2021
     zero_bubble     (S-1) / (3M+S-1)   min(S, M)                        Qi et al., 2023 (ZB-H1)
+    zb_v            (S-1) / (6M+S-1)   2 min(S, M)                      Qi et al., 2023
+    dualpipe_v      (S-1) / (6M+S-1)   min(2S+1, 2M)                    DeepSeek-AI, 2025
 
-The last three bubbles need M >= S microbatches; with fewer, `bubble` counts more. A microbatch
-is live in a chunk from its F to its W: the device stores what its backward reads in that chunk,
-which has 1/v of the device's layers. The table has the most that are live at once.
+Bubbles with v chunks and of `zero_bubble` need M >= S microbatches, that of `dualpipe_v` needs
+M >= 2S; with fewer, `bubble` counts more. If M >= 2S-1, a device of `zb_v` idles only before
+its first op and after its last one. A microbatch is live in a chunk from its F to its W: the
+device stores what its backward reads in that chunk, which has 1/v of the device's layers. The
+table has the most that are live at once.
 
 Sources: https://arxiv.org/abs/1811.06965, https://arxiv.org/abs/2006.09503,
 https://arxiv.org/abs/2211.05953, https://arxiv.org/abs/2104.04473,
-https://arxiv.org/abs/2401.10241.
+https://arxiv.org/abs/2401.10241, https://github.com/deepseek-ai/DualPipe.
 """
 
 import collections
@@ -41,7 +46,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from course_lib.arguments import nearest
-from course_lib.many_devices.pipeline_parallel import SCHEDULES
+from course_lib.many_devices.pipeline_parallel import SCHEDULES, V_SHAPED
 
 KINDS = ("F", "B", "W", "BW", "-")
 
@@ -63,11 +68,20 @@ class Schedule:
     stages: int
     microbatches: int
     chunks: int
-    table: tuple[tuple[Op | None, ...], ...]
+    table: tuple[tuple[Op | None, ...], ...] = ()
+    v_shaped: bool = False  # odd chunks lie in the opposite order
 
     def stage(self, device: int, chunk: int) -> int:
         """Returns the number of a device's chunk among the S v stages of the model."""
-        return chunk * self.stages + device
+        return chunk * self.stages + self._turned(device, chunk)
+
+    def place(self, stage: int) -> tuple[int, int]:
+        """Returns the device and the chunk of a stage of the model."""
+        chunk, device = divmod(stage, self.stages)
+        return self._turned(device, chunk), chunk
+
+    def _turned(self, device: int, chunk: int) -> int:
+        return self.stages - 1 - device if self.v_shaped and chunk % 2 else device
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
@@ -82,9 +96,8 @@ def breadth_first(stages: int, microbatches: int, chunks: int) -> Schedule:
     _check_sizes(stages, microbatches, chunks)
     forward = [Op("F", m, c) for c in range(chunks) for m in range(microbatches)]
     backward = [Op("BW", m, c) for c in reversed(range(chunks)) for m in range(microbatches)]
-    return _in_order(
-        "breadth_first", stages, microbatches, chunks, [forward + backward] * stages
-    )
+    empty = Schedule("breadth_first", stages, microbatches, chunks)
+    return in_order(empty, [forward + backward] * stages)
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
@@ -93,7 +106,7 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     """
     _check_sizes(stages, microbatches, 1)
     orders = [order_1f1b(microbatches, stages - device, "BW") for device in range(stages)]
-    return _in_order("1f1b", stages, microbatches, 1, orders)
+    return in_order(Schedule("1f1b", stages, microbatches, 1), orders)
 
 
 def depth_first(stages: int, microbatches: int, chunks: int) -> Schedule:
@@ -118,7 +131,7 @@ def depth_first(stages: int, microbatches: int, chunks: int) -> Schedule:
     for device in range(stages):
         ahead = min(2 * (stages - device - 1) + (chunks - 1) * stages + 1, len(forward))
         orders.append(alternate(forward, backward, ahead))
-    return _in_order("depth_first", stages, microbatches, chunks, orders)
+    return in_order(Schedule("depth_first", stages, microbatches, chunks), orders)
 
 
 def zero_bubble(stages: int, microbatches: int) -> Schedule:
@@ -129,11 +142,65 @@ def zero_bubble(stages: int, microbatches: int) -> Schedule:
     """
     _check_sizes(stages, microbatches, 1)
     orders = [order_1f1b(microbatches, stages - device, "B") for device in range(stages)]
-    return _in_order("zero_bubble", stages, microbatches, 1, orders, most_live=stages)
+    return in_order(Schedule("zero_bubble", stages, microbatches, 1), orders, most_live=stages)
+
+
+def zb_v(stages: int, microbatches: int) -> Schedule:
+    """Runs two chunks in a V: the first device has the first and the last stage, so backwards
+    begin while other devices still fill. W runs when the device would idle. No device keeps
+    more than the first one of 1F1B, whose chunks are twice as large.
+    """
+
+    def order(device: int) -> str:
+        rest, turns = stages - device, max(microbatches, 2 * stages - 1) - stages
+        warm_up = "F0 " * (2 * rest - 1) + "F1 F0 " * device + "F1 B1 " * rest
+        return warm_up + "F0 B0 F1 B1 " * turns + "B0 B1 " * device + "B0 " * rest
+
+    return _in_a_v("zb_v", stages, microbatches, order, most_live=2 * stages)
+
+
+def dualpipe_v(stages: int, microbatches: int) -> Schedule:
+    """Runs two chunks in a V, and most forwards next to a whole backward of the other chunk.
+
+    DeepSeek's program runs these two as one block, to hide the traffic of each behind the
+    other's products. Both results leave at its end, so a device idles in 2 (S-1) slots there,
+    not in S-1.
+    """
+
+    def order(device: int) -> str:
+        own, rest = device + 1, stages - device - 1
+        turns = max(microbatches, 2 * stages) - 2 * stages + own
+        warm_up = "F0 " * (2 * rest) + "F0 F1 " * own + "B1 F1 " * rest
+        steady = "F0 BW1 F1 BW0 " * turns + "BW1 F1 BW0 " * rest
+        # From the middle of the cool-down, W waits until the device would idle.
+        whole, split = ("BW1 BW0 " * own).split()[:own], ("B1 B0 " * own).split()[own:]
+        return warm_up + steady + " ".join(whole + split) + " B0" * rest
+
+    return _in_a_v("dualpipe_v", stages, microbatches, order, most_live=2 * stages + 1)
+
+
+def _in_a_v(
+    name: str, stages: int, microbatches: int, order: Callable[[int], str], most_live: int
+) -> Schedule:
+    """Returns the table of two chunks in a V. `order(device)` names kinds and chunks, as in
+    "F0 F1 B1"; each takes the next microbatch of its kind and chunk, while there is one.
+    """
+    _check_sizes(stages, microbatches, 2)
+    orders = []
+    for words in (order(device).split() for device in range(stages)):
+        turn: collections.Counter[str] = collections.Counter()
+        ops = []
+        for word in words:
+            place = word[0] + word[-1]
+            ops.append(Op(word[:-1], turn[place], int(word[-1])))
+            turn[place] += 1
+        orders.append([op for op in ops if op.microbatch < microbatches])
+    empty = Schedule(name, stages, microbatches, 2, v_shaped=True)
+    return in_order(empty, orders, most_live)
 
 
 LOOPING = ("breadth_first", "depth_first")
-"""The schedules with several chunks per device."""
+"""The schedules with any number of chunks per device."""
 
 
 @functools.cache
@@ -144,10 +211,10 @@ def make(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule
     schedule: Callable[..., Schedule] = globals()[SCHEDULES[name]]
     if name in LOOPING:
         return schedule(stages, microbatches, chunks)
-    if chunks != 1:
+    if chunks != (needed := 2 if name in V_SHAPED else 1):
         raise ValueError(
-            f"chunks={chunks} must be 1 for schedule={name!r}: only {' and '.join(LOOPING)}"
-            " have more"
+            f"chunks={chunks} must be {needed} for schedule={name!r}: only"
+            f" {' and '.join(LOOPING)} have a choice"
         )
     return schedule(stages, microbatches)
 
@@ -175,19 +242,15 @@ def alternate(forward: Sequence[Op], backward: Sequence[Op], ahead: int) -> list
     return [*forward[:ahead], *turns, *backward[len(forward) - ahead :]]
 
 
-def _in_order(
-    name: str,
-    stages: int,
-    microbatches: int,
-    chunks: int,
-    orders: Sequence[Sequence[Op]],
-    most_live: int | None = None,
+def in_order(
+    empty: Schedule, orders: Sequence[Sequence[Op]], most_live: int | None = None
 ) -> Schedule:
-    """Returns the table in which each device works in its order, each op as early as its inputs
-    allow. With backwards in two pieces, `most_live` is the most microbatches that may be live
-    on a device, which does its oldest W when it can do nothing else.
+    """Returns the schedule with the table in which each device works in its order, each op as
+    early as its inputs allow. With backwards in two pieces, `most_live` is the most
+    microbatches that may be live on a device, which does its oldest W when it can do nothing
+    else.
     """
-    empty = Schedule(name, stages, microbatches, chunks, ())
+    stages, chunks = empty.stages, empty.chunks
     rows: list[list[Op | None]] = [[] for _ in range(stages)]
     todo = [collections.deque(order) for order in orders]
     # W of each finished B
@@ -283,7 +346,7 @@ def check(schedule: Schedule) -> None:
         (p, m, s) for s in range(stages) for m in range(schedule.microbatches) for p in "FBW"
     ):
         if (part, m, stage) not in done:
-            chunk, device = divmod(stage, schedule.stages)
+            device, chunk = schedule.place(stage)
             raise ValueError(
                 f"table[{device}] must have {part} of microbatch {m}, chunk {chunk} somewhere:"
                 " it is missing"

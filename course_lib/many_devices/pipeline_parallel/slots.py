@@ -33,10 +33,12 @@ class Program:
 
     kinds: tuple[str, ...]  # "idle", and the kinds that occur: the column "kind" indexes them
     # int32 [S, T] by name. "kind", "microbatch", "stage" (of the model) and "chunk" of the op.
-    # "inbox", "stash", "gradient" and "passed" are the slots that the op reads or writes;
-    # "inbox_put" and "gradient_put" are those for what arrives at the end of this slot of time.
-    # One past the end means none.
+    # "inbox", "stash", "gradient" and "passed" are the slots that the op reads or writes. One
+    # past the end means none.
     columns: Mapping[str, np.ndarray]
+    # By buffer, "inbox" and "gradient", and by direction: the slots [S, T] for what arrives at
+    # the end of this slot of time, from the previous device (1), the next one (-1) or this (0).
+    arrivals: Mapping[tuple[str, int], np.ndarray]
     sizes: Mapping[str, int]  # slots of each buffer, on the device that needs most
 
 
@@ -90,7 +92,7 @@ def program(schedule: Schedule) -> Program:
         name: np.zeros(shape, np.int32) for name in ("kind", "microbatch", "stage", "chunk")
     }
     columns |= {name: np.full(shape, size, np.int32) for name, size in sizes.items()}
-    columns |= {f"{name}_put": np.full(shape, sizes[name], np.int32) for name in sources}
+    arrivals: dict[tuple[str, int], np.ndarray] = {}
     kinds = ("idle", *(kind for kind in "FBW" if any(op.kind == kind for _, _, op in cells)))
     for device, time, op in cells:
         key = m, stage = op.microbatch, schedule.stage(device, op.chunk)
@@ -101,8 +103,13 @@ def program(schedule: Schedule) -> Program:
     for buffer, (made_by, distance) in sources.items():
         for device, of_device in enumerate(slots[buffer]):
             for (m, stage), slot in of_device.items():
-                columns[f"{buffer}_put"][device, when[made_by, m, stage + distance]] = slot
-    return Program(kinds, columns, sizes)
+                source, way = stage + distance, -distance
+                if schedule.v_shaped:
+                    way = device - schedule.place(source)[0]
+                none = np.full(shape, sizes[buffer], np.int32)
+                puts = arrivals.setdefault((buffer, way), none)
+                puts[device, when[made_by, m, source]] = slot
+    return Program(kinds, columns, arrivals, sizes)
 
 
 def taken(schedule: Schedule) -> dict[str, int]:
@@ -128,14 +135,10 @@ def forward(schedule: Schedule) -> Schedule:
     """Returns a schedule of the same size with only forwards, as early as possible: those of
     breadth-first.
     """
-    full = schedules.breadth_first(schedule.stages, schedule.microbatches, schedule.chunks)
-    rows = [
-        [op if op is not None and op.kind == "F" else None for op in row] for row in full.table
-    ]
-    length = max(time + 1 for row in rows for time, op in enumerate(row) if op is not None)
-    return dataclasses.replace(
-        full, name="forward", table=tuple(tuple(row[:length]) for row in rows)
-    )
+    chunks, microbatches = range(schedule.chunks), range(schedule.microbatches)
+    order = [Op("F", m, c) for c in chunks for m in microbatches]
+    empty = dataclasses.replace(schedule, name="forward", table=())
+    return schedules.in_order(empty, [order] * schedule.stages)
 
 
 def lockstep(

@@ -43,8 +43,8 @@ class State:
 
     grads: PyTree  # float32 sums, by part
     metrics: PyTree
-    to_next: Array  # an activation
-    to_previous: Array  # a gradient
+    activation: Array  # made by the last F
+    input_gradient: Array  # made by the last B
     inbox: Array  # buffer of activations that have arrived
     gradient: Array  # buffer of gradients that have arrived
     taken: Array  # how often each kind of op ran
@@ -95,7 +95,7 @@ class Device:
         return state.replace(
             stash=stash,
             output=put_all(state.output, op["stash"], y),
-            to_next=y,
+            activation=y,
             live=live,
             peak=jnp.maximum(state.peak, live.sum()),
         )
@@ -127,7 +127,8 @@ class Device:
             lambda sums, turn: self._from_embedding(at(turn, op), sums, gradient),
             grads["embed"],
         )
-        return state.replace(grads=grads, metrics=metrics, passed=passed, to_previous=gradient)
+        made = {"passed": passed, "input_gradient": gradient}
+        return state.replace(grads=grads, metrics=metrics, **made)
 
     def weight_gradient(self, state: State, op: PyTree) -> State:
         """Runs W: adds the gradients of the stage's weights, in place."""
@@ -161,7 +162,7 @@ class Device:
             return add(sums, self._loss(self.params["head"], microbatch, x)[1])
 
         metrics = only_if(op["stage"] == self.last, with_loss, state.metrics)
-        return state.replace(metrics=metrics, to_next=y)
+        return state.replace(metrics=metrics, activation=y)
 
     def _microbatch(self, op: PyTree) -> PyTree:
         return take(self.batch, op["microbatch"])

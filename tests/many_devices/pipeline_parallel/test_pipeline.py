@@ -31,11 +31,15 @@ CASES = (
     ("depth_first", 2, 2, 2, 2),
     ("breadth_first", 2, 3, 2, 1),
     ("zero_bubble", 4, 8, 1, 1),
+    ("zb_v", 2, 3, 2, 1),
+    ("dualpipe_v", 2, 6, 2, 2),
+    slow(("zb_v", 4, 8, 2, 1)),
+    slow(("dualpipe_v", 4, 8, 2, 1)),
     slow(("1f1b", 4, 2, 1, 1)),
     slow(("zero_bubble", 4, 1, 1, 1)),
     slow(("depth_first", 4, 8, 2, 1)),
 )
-assert {case[0] for case in CASES[:5]} == set(schedules.SCHEDULES)
+assert {case[0] for case in CASES[:7]} == set(schedules.SCHEDULES)
 
 
 def small(**changes):
@@ -62,14 +66,14 @@ def executed(name, stages, microbatches, chunks, n):
     parts = transformer.parts(FrozenConfigDict(whole.model))
     held = sharding.specs(params, sharding.PIPELINE, grid)
     count = pipeline.count(pipeline.loss_of_head(parts), parts, grid, held, found)
-    given = pipeline.to_stages(params, stages, chunks)
+    given = pipeline.to_stages(params, stages, chunks, name)
     given = jax.device_put(given, sharding.place(held, grid))
     with jax.default_matmul_precision("highest"):
         compiled = one_device.jit(count).lower(given, one_device.batch(whole), None).compile()
     batch = jax.device_put(one_device.batch(whole), compiled.input_shardings[0][1])
     grads, metrics, counts = compiled(given, batch, None)
     grads, counts = jax.device_get((grads, counts))
-    grads = pipeline.from_stages(grads, stages, chunks)
+    grads = pipeline.from_stages(grads, stages, chunks, name)
     return types.SimpleNamespace(
         **dict(schedule=found, program=slots.program(found), mesh=grid, compiled=compiled),
         **dict(grads=grads, metrics=metrics, counts=counts),
@@ -163,9 +167,10 @@ def test_forward_and_recomputation_drop_the_same_and_all_else_drops_differently(
 
 
 @pytest.mark.slow
-def test_data_pipeline_and_tensor_update_parameters_as_one_device_does():
+@pytest.mark.parametrize("name", ["depth_first", "dualpipe_v"])
+def test_data_pipeline_and_tensor_update_parameters_as_one_device_does(name):
     whole = small(**{"training.donate": False, "training.loss_scale": "static"})
-    chosen = Strategy(zero=1, sequence=True, schedule="depth_first", microbatches=2, chunks=2)
+    chosen = Strategy(zero=1, sequence=True, schedule=name, microbatches=2, chunks=2)
     run = strategies.build(whole, one_device.grid(data=2, pipe=2, tensor=2), chosen)
     params, grads, metrics = reference(small())
     batch = one_device.batch(whole)
@@ -177,7 +182,7 @@ def test_data_pipeline_and_tensor_update_parameters_as_one_device_does():
         expected = one_device.jit(training.build(whole).apply_fn)(params, batch.inputs)
     assert loss == pytest.approx(training.mean_metrics(metrics)["loss"], rel=1e-5)
     np.testing.assert_allclose(logits, expected, atol=1e-5)  # of numbers near 1
-    updated = pipeline.from_stages(jax.device_get(after.params), 2, 2)
+    updated = pipeline.from_stages(jax.device_get(after.params), 2, 2, name)
     for new, old, grad in zip(*map(jax.tree.leaves, (updated, params, grads)), strict=True):
         # An update is a difference of numbers near 1: float32 leaves it 6e-8 of these, not of
         # itself.
@@ -223,19 +228,24 @@ def test_gradients_of_many_microbatches_in_bfloat16_add_up_as_those_of_one_devic
 
 
 @pytest.mark.parametrize(
-    ("stages", "chunks", "order"),
-    [(2, 4, [0, 2, 4, 6, 1, 3, 5, 7]), (4, 2, [0, 4, 1, 5, 2, 6, 3, 7])],
+    ("stages", "chunks", "name", "order"),
+    [
+        (2, 4, "depth_first", [0, 2, 4, 6, 1, 3, 5, 7]),
+        (4, 2, "depth_first", [0, 4, 1, 5, 2, 6, 3, 7]),
+        (4, 2, "zb_v", [0, 7, 1, 6, 2, 5, 3, 4]),
+        (2, 2, "dualpipe_v", [0, 1, 6, 7, 2, 3, 4, 5]),
+    ],
 )
-def test_layers_of_a_device_lie_together_and_come_back_in_order(stages, chunks, order):
+def test_layers_of_a_device_lie_together_and_come_back_in_order(stages, chunks, name, order):
     params = {"block": {"kernel": np.arange(8)[:, None]}, "embed": np.ones(3)}
-    placed = pipeline.to_stages(params, stages, chunks)
+    placed = pipeline.to_stages(params, stages, chunks, name)
     np.testing.assert_array_equal(placed["block"]["kernel"][:, 0], order)
-    back = pipeline.from_stages(placed, stages, chunks)
+    back = pipeline.from_stages(placed, stages, chunks, name)
     np.testing.assert_array_equal(back["block"]["kernel"], params["block"]["kernel"])
     assert pipeline.to_stages(params, 4, 1) is params
 
 
-@pytest.mark.parametrize(("name", "chunks"), [slow("1f1b", 1), ("depth_first", 2)])
+@pytest.mark.parametrize(("name", "chunks"), [slow("1f1b", 1), ("depth_first", 2), ("zb_v", 2)])
 def test_no_device_ever_holds_all_layers_while_they_are_made(name, chunks):
     whole = small(**{"model.num_layers": 16})
     chosen = Strategy(schedule=name, microbatches=8, chunks=chunks)

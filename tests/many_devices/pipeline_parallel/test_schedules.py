@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 
@@ -15,6 +16,7 @@ MICROBATCHES = (1, 2, 3, 7, 8, 16)
 def every(name):
     """Returns (S, M, v) of every schedule of these sizes that is not refused."""
     chunks = {"depth_first": (2, 3), "breadth_first": (1, 2, 3)}.get(name, (1,))
+    chunks = (2,) if name in schedules.V_SHAPED else chunks
     for stages, microbatches, v in itertools.product(STAGES, MICROBATCHES, chunks):
         if name != "depth_first" or microbatches % stages == 0:
             yield stages, microbatches, v
@@ -25,9 +27,11 @@ def test_every_schedule_is_legal_and_devices_idle_as_the_formula_says(name):
     for stages, microbatches, chunks in every(name):
         made = schedules.make(name, stages, microbatches, chunks)
         schedules.check(made)
-        work = 3 * microbatches if name == "zero_bubble" else chunks * microbatches
+        split = name in ("zero_bubble", *schedules.V_SHAPED)
+        work = (3 if split else 1) * chunks * microbatches
         formula, found = (stages - 1) / (work + stages - 1), schedules.bubble(made)
-        if microbatches >= stages or name in ("gpipe", "1f1b"):
+        least = {"gpipe": 1, "1f1b": 1, "dualpipe_v": 2 * stages}.get(name, stages)
+        if microbatches >= least:
             assert found == pytest.approx(formula)
         else:
             assert found >= formula - 1e-12
@@ -41,6 +45,8 @@ def test_devices_keep_as_many_microbatches_as_the_formula_says(name):
         "breadth_first": lambda s, m, v, d: v * m,
         "depth_first": lambda s, m, v, d: min(2 * (s - d - 1) + (v - 1) * s + 1, v * m),
         "zero_bubble": lambda s, m, v, d: min(s, m),
+        "zb_v": lambda s, m, v, d: min(2 * s, 2 * m),
+        "dualpipe_v": lambda s, m, v, d: min(2 * s + 1, 2 * m),
     }[name]
     for given in every(name):
         found = schedules.peak_live(schedules.make(name, *given))
@@ -52,6 +58,69 @@ def test_zero_bubble_idles_a_third_of_1f1b_and_keeps_no_more_than_its_first_devi
     idle = [len(found.table[0]) * schedules.bubble(found) for found in (ours, other)]
     assert 3 * idle[0] == pytest.approx(idle[1])
     assert max(schedules.peak_live(ours)) == max(schedules.peak_live(other))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4, 8])
+def test_a_device_of_zb_v_never_idles_between_its_first_and_its_last_op(stages):
+    for microbatches in (2 * stages - 1, 2 * stages, 5 * stages):
+        made = schedules.zb_v(stages, microbatches)
+        for row in made.table:
+            busy = [time for time, op in enumerate(row) if op is not None]
+            assert busy[-1] + 1 - busy[0] == len(busy) == 6 * microbatches
+
+
+def test_a_v_takes_as_many_slots_and_activations_as_pytorch_s_order():
+    """Slots and most live chunks of PyTorch 2.10's ScheduleZBVZeroBubble and ScheduleDualPipeV,
+    with F = B = W = 1 and nothing sent.
+    """
+    sizes = (2, 4, 25, 4), (4, 8, 51, 8), (4, 16, 99, 8), (8, 16, 103, 16), (8, 32, 199, 16)
+    for stages, microbatches, length, live in sizes:
+        for name, more in (("zb_v", 0), ("dualpipe_v", 1)):
+            made = schedules.make(name, stages, microbatches, 2)
+            assert (len(made.table[0]), max(schedules.peak_live(made))) == (length, live + more)
+
+
+def lasts(made, blocks):
+    """Returns the slots until all blocks have ended, those of a device one after the other. The
+    results of a block leave at its end.
+    """
+
+    def key(device, op):
+        return op.microbatch, made.stage(device, op.chunk)
+
+    ends, ready, waiting = {}, [0] * made.stages, [list(each) for each in blocks]
+    while any(waiting):
+        for device in (device for device, each in enumerate(waiting) if each):
+            needs = [
+                ends.get(need, math.inf)
+                for op in waiting[device][0]
+                for need in schedules._needs(op.kind, *key(device, op), 2 * made.stages)
+            ]
+            if max([0, *needs]) < math.inf:
+                block = waiting[device].pop(0)
+                start = max([ready[device], *needs])
+                ready[device] = start + sum(len(op.kind) for op in block)
+                done = {(p, *key(device, op)) for op in block for p in op.kind}
+                ends |= dict.fromkeys(done, ready[device])
+    return max(ready)
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 8), (4, 8), (4, 16), (8, 32)])
+def test_dualpipe_v_idles_as_deepseek_says_if_a_pair_ends_as_one_block(stages, microbatches):
+    """(S-1) (F&B + B - 3W), with F&B = 3, B = 2 and W = 1."""
+    made = schedules.dualpipe_v(stages, microbatches)
+    single, paired = ([[] for _ in range(stages)] for _ in range(2))
+    for device, _, op in schedules.cells(made):
+        if op.kind != "-":
+            single[device].append([op])
+            before = paired[device][-1] if paired[device] else []
+            kinds = [*(each.kind for each in before), op.kind]
+            if kinds == ["F", "BW"] and before[0].microbatch != op.microbatch:
+                before.append(op)
+            else:
+                paired[device].append([op])
+    assert lasts(made, single) - 6 * microbatches == stages - 1
+    assert lasts(made, paired) - 6 * microbatches == (stages - 1) * (3 + 2 - 3 * 1)
 
 
 def test_1f1b_of_two_stages_is_as_drawn_by_hand():
@@ -99,6 +168,7 @@ def test_a_table_that_is_wrong_is_refused_with_the_cell(name, cells, message):
     [
         (("dualpipe", 2, 2, 1), "schedule='dualpipe'"),
         (("1f1b", 2, 2, 2), "chunks=2 must be 1"),
+        (("zb_v", 2, 2, 1), "chunks=1 must be 2"),
         (("depth_first", 4, 6, 2), "microbatches=6 must be .* take 4 or 8"),
         (("depth_first", 4, 4, 1), "chunks=1 must be at least 2"),
         (("gpipe", 0, 1, 1), "must be at least 1"),

@@ -18,6 +18,11 @@ SCHEDULES = [
         ("zero_bubble", 3, 8, 1),
         ("breadth_first", 2, 3, 3),
         ("depth_first", 4, 8, 2),
+        ("zb_v", 1, 3, 2),
+        ("zb_v", 2, 3, 2),
+        ("zb_v", 4, 9, 2),
+        ("dualpipe_v", 3, 2, 2),
+        ("dualpipe_v", 4, 9, 2),
     )
 ]
 
@@ -55,10 +60,10 @@ def replay(found):
             if op.kind == "B":
                 buffers[device]["passed"][column["passed"]] = sent_back[device] = value
         for device, buffer in enumerate(buffers):
-            for what, sent, by in (("inbox", sent_on, -1), ("gradient", sent_back, 1)):
-                slot = program.columns[f"{what}_put"][device, time]
-                if slot < program.sizes[what]:
-                    buffer[what][slot] = sent[(device + by) % found.stages]
+            sent = {"inbox": sent_on, "gradient": sent_back}
+            for (what, way), put in program.arrivals.items():
+                if (slot := put[device, time]) < program.sizes[what]:
+                    buffer[what][slot] = sent[what][(device - way) % found.stages]
 
 
 @pytest.mark.parametrize("found", SCHEDULES, ids=name)
