@@ -105,6 +105,8 @@ query_gradient = Function(
         ),
         "twice": change("@ k / 2", "@ k"),
         "no delta": change(" - delta", ""),
+        "delta added": change(" - delta", " + delta"),
+        "sign": lambda *args: -of_queries(*args),
         "another": (change("axis=1, keepdims=True", ""), in_case(0)),
         "softmax": change(
             "jnp.exp(q @ k.T / 2 - logsumexp[:, None])", "jax.nn.softmax(q @ k.T / 2)"

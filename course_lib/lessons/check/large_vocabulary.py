@@ -68,7 +68,9 @@ class Head(Numbered):
         """Whether the second number is near a mistake, and to no other one nearer."""
         chunk, summed = self.right["chunk"], self.right["summed"]
         mistakes = {
+            "none": chunk + summed,
             "chunk": chunk,
+            "two chunks": 2 * chunk,
             "sum": summed,
             "both in bfloat16": (chunk + summed) / 2,
             "sum in bfloat16": chunk + summed / 2,
@@ -81,7 +83,7 @@ class Head(Numbered):
 bytes_of_logits = Numbers(
     "bytes_of_logits",
     of_llama,
-    tolerance=0.03,
+    tolerance=0.005,
     near=0.03,
     outcome=Head,
     rows={
@@ -92,10 +94,12 @@ bytes_of_logits = Numbers(
                 lambda it: it.is_near("all_logits", it.right["all_logits"] * MIB / 1e6, 0.01),
             ),
             "GiB": lambda right: right / 1024,
+            "bytes": lambda right: right * MIB,
             "other logits": ...,
         },
         "in_32_chunks": {
             "chunk": (125.25, lambda it: it.is_nearest("chunk")),
+            "two chunks": (250.5, lambda it: it.is_nearest("two chunks")),
             "sum": (128, lambda it: it.is_nearest("sum")),
             "both in bfloat16": (126.6, lambda it: it.is_nearest("both in bfloat16")),
             "sum in bfloat16": ([189.25, 189], lambda it: it.is_nearest("sum in bfloat16")),

@@ -42,14 +42,20 @@ state_of_a_matrix = Numbers(
         "adamw": {
             "per parameter": 8,
             "numbers of AdamW": share(1 / 4),
+            "one moment": share(1 / 2),
             "unit": [share(1 / unit) for unit in (1e6, 2**20, 1e9, 2**30)],
             "AdamW": ...,
         },
         "eight_bits": {
+            "one moment of 8 bits": share(1 / 2),
             "scales": [2 * SIZE + part * SIZE // 256 for part in (0, 2, 4)],
             "8-bit": ...,
         },
-        "adafactor": {"numbers": share(1 / 4), "Adafactor": ...},
+        "adafactor": {
+            "numbers": share(1 / 4),
+            "one dimension": [4 * 4096, 4 * 11008],
+            "Adafactor": ...,
+        },
     },
 )
 
@@ -83,12 +89,13 @@ class Lion(Outcome):
     def keeps(self, momentum, tolerance=0.03, **options):
         return close(optimizer_memory.dequantize(self.new, **options), momentum, tolerance)
 
-    right_momentum = property(lambda it: 0.95 * it.old + 0.05 * it.grad)
+    right_momentum = property(lambda it: it.b2 * it.old + (1 - it.b2) * it.grad)
 
 
 def gradient_and_momentum():
     grad, momentum = normal(0, (8, 512), (8, 512))
-    return [(grad, optimizer_memory.quantize(momentum), 0.9, 0.95)]
+    packed = optimizer_memory.quantize(momentum)
+    return [(grad, packed, 0.9, 0.95), (grad, packed, 0.7, 0.99)]
 
 
 lion_8bit = Function(
@@ -97,6 +104,10 @@ lion_8bit = Function(
     cases=gradient_and_momentum,
     outcome=Lion,
     rows={
+        "momentum alone": (
+            change("return update, ", "return "),
+            lambda it: getattr(it.update, "dtype", None) == np.uint8,
+        ),
         "no pair": change(
             "return update, optimizer_memory.quantize(momentum)", "return update"
         ),
@@ -107,10 +118,20 @@ lion_8bit = Function(
         "shape": (change("jnp.sign", "jnp.sum"), lambda it: it.result_shape != it.grad.shape),
         "sign of the new": (
             change("b1 * momentum + (1 - b1)", "b2 * momentum + (1 - b2)"),
-            lambda it: it.moves_by(0.95),
+            lambda it: it.moves_by(it.b2),
         ),
-        "no sign": (change("jnp.sign", ""), lambda it: it.moves_by(0.9, jnp.asarray)),
-        "another": (change("jnp.sign", "-jnp.sign"), lambda it: not it.moves_by(0.9)),
+        "no sign": (change("jnp.sign", ""), lambda it: it.moves_by(it.b1, jnp.asarray)),
+        "constants": (
+            [
+                change("b1 * momentum + (1 - b1)", "0.9 * momentum + 0.1"),
+                change("b2 * momentum + (1 - b2)", "0.95 * momentum + 0.05"),
+            ],
+            lambda it: (
+                it.case == 1
+                and (it.moves_by(0.9) or it.keeps(0.95 * it.old + 0.05 * it.grad, 0.02))
+            ),
+        ),
+        "another": (change("jnp.sign", "-jnp.sign"), lambda it: not it.moves_by(it.b1)),
         "bytes": (change("optimizer_memory.quantize", ""), lambda it: it.stored >= 1.5),
         "not quantized": (
             change("optimizer_memory.quantize(momentum)", "momentum.astype(jnp.int8)"),

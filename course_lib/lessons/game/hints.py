@@ -17,13 +17,14 @@ def hint(submission: Score, program: Program, earlier: list[Score]) -> str:
     so_far = [*earlier, submission]
     state = score.state_bytes()
     small, fast = (any(getattr(one, goal) for one in so_far) for goal in ("small", "fast"))
+    part_three = (small and fast) or bool(score.open_levels(so_far))
 
     if 2 * sum(n for dtype, n in total.items() if "float32" in dtype) > sum(total.values()):
         return (
             "Most products take float32 numbers. How many bytes does a product need per"
             " number, and which dtype do the matrix units multiply fastest? (Notebook 1.)"
         )
-    if dims[:1] == (sizes.layers,) and not program.flops.recomputed and not (small and fast):
+    if dims[:1] == (sizes.layers,) and not program.flops.recomputed and not part_three:
         if small:
             return (
                 f"{largest}: a scan stacks what its layers save. What would the compiler save"
@@ -48,13 +49,18 @@ def hint(submission: Score, program: Program, earlier: list[Score]) -> str:
         )
     if not small:
         return f"{largest}. Is there a way to hold a smaller piece of it at a time?"
-    if not fast:
+    if not part_three:
         return _slow(submission, program)
     level = score.next_level(so_far)
     if level is None:
-        return "All targets are reached. Another GPU has others: submit(make_step, gpu='t4')."
+        return "The last target is reached. For another GPU's, submit(make_step, gpu='t4')."
+    reached = "The first two targets are reached. " if small and fast else ""
+    for one in score.open_levels(so_far):
+        if one.is_reached(submission) and not score.is_reached(one, earlier):
+            reached = f"Target {one.notebook} is reached. "
+    optimizer = f" with {level.optimizer}" if level.optimizer else ""
     return (
-        f"The first two targets are reached. The next one asks for two things at once:"
+        f"{reached}Target {level.notebook} asks for two things at once{optimizer}:"
         f" {measure.gib(level.peak)} and {1e3 * level.seconds(submission.gpu):.0f} ms."
         f" {_where_to_look(level.notebook, largest, submission, program)}"
         f" (Notebook {level.notebook}.)"

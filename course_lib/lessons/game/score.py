@@ -78,6 +78,11 @@ class Level:
     traffic: int  # bytes that the step may move; its time follows, as with `FAST_BYTES`
     optimizer: str | None = "adamw"  # the one to train with; None: any
 
+    @property
+    def move(self) -> str:
+        """The name of a submission for this level, in the cell of its notebook."""
+        return f"move {self.notebook - 8}"
+
     def seconds(self, gpu: str) -> float:
         return seconds_for(self.traffic, gpu)
 
@@ -101,18 +106,32 @@ LEVELS = (
 
 
 def open_levels(submissions: Sequence[Score]) -> list[Level]:
-    """Returns the levels that submissions for one GPU reached, and the next one."""
-    small, fast = (any(getattr(one, goal) for one in submissions) for goal in ("small", "fast"))
-    if not (small and fast) or submissions[0].gpu not in LINK_OF:
-        return []
-    reached = [is_reached(level, submissions) for level in LEVELS]
-    return [level for i, level in enumerate(LEVELS) if all(reached[:i])]
+    """Returns the levels that submissions for one GPU reached or were named for, and the next
+    one.
+    """
+    names, coming = {one.name for one in submissions}, next_level(submissions)
+    return [
+        level
+        for level in (LEVELS if submissions[0].gpu in LINK_OF else ())
+        if level is coming or level.move in names or is_reached(level, submissions)
+    ]
 
 
 def next_level(submissions: Sequence[Score]) -> Level | None:
-    """Returns the open level that no submission reaches yet."""
-    levels = open_levels(submissions)
-    return next((one for one in levels if not is_reached(one, submissions)), None)
+    """Returns the level that the last submission was named for and misses; else the first one
+    after those that are reached. None before the targets of Part I are reached, or any level.
+    """
+    last = submissions[-1]
+    if last.gpu not in LINK_OF:
+        return None
+    for level in LEVELS:
+        if level.move == last.name and not level.is_reached(last):
+            return level
+    small, fast = (any(getattr(one, goal) for one in submissions) for goal in ("small", "fast"))
+    reached = [i for i, level in enumerate(LEVELS, 1) if is_reached(level, submissions)]
+    if not reached and not (small and fast):
+        return None
+    return next(iter(LEVELS[max(reached, default=0) :]), None)
 
 
 def is_reached(level: Level, submissions: Sequence[Score]) -> bool:
