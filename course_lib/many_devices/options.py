@@ -15,7 +15,7 @@ from course_lib.many_devices.axis import Asked
 from course_lib.many_devices.pipeline_parallel import SCHEDULES
 from course_lib.models.attention import IMPLEMENTATIONS
 
-BY = ("hand", "compiler")
+BY = ("hand", "compiler", "types")
 STAGES = (0, 1, 2, 3)
 """Stages of ZeRO; 3 is also called FSDP."""
 OVERLAPS = ("none", "one-way", "two-way")

@@ -218,6 +218,10 @@ def _ways(share: Share) -> Ways:
         return whole.loss_fn, whole.gradient, whole.loss_fn
     if _piped(share.mesh):
         return _in_a_pipeline(share)
+    if share.strategy.by == "types":
+        from course_lib.many_devices import by_types
+
+        return by_types.ways(share)
     return (_by_hand if share.strategy.by == "hand" else _by_compiler)(share)
 
 

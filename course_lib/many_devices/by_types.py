@@ -1,0 +1,159 @@
+"""Strategies by types: each array's type says how it is divided (JAX's explicit mode).
+
+The loss and its gradient are traced on `Explicit` axes
+(https://docs.jax.dev/en/latest/201/sharding.html). JAX gives each result a sharding, from those
+of its operands, and where several are possible this module names one:
+
+    float32[8@data,16,64]         the batch is cut over "data"
+    float32[64,256]{R:data}       reduced: whole; its gradient is left as partial sums
+    float32[64,256]{U:data}       unreduced: partial sums, one per device, to be added up
+
+A reshard from one type to another is a collective: from cut to reduced it is an all-gather, from
+unreduced to whole an all-reduce, from unreduced to cut a reduce-scatter. The gradient of a
+reshard is the reshard back, so the types of the forward pass say what the backward pass sends
+(https://docs.jax.dev/en/latest/301/sharding-ad.html). A sharding that does not fit is an error
+while tracing.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from course_lib import arguments, training
+from course_lib.many_devices import data_parallel, meshes, sharding, tensor_parallel
+from course_lib.many_devices.axis import Share
+from course_lib.models.hooks import Hooks
+from course_lib.one_device import gradient_accumulation
+from course_lib.one_device.gradient_accumulation import GradFn, LossFn
+
+PyTree = Any
+DATA, TENSOR = data_parallel.AXIS, tensor_parallel.AXIS
+
+
+def ways(share: Share) -> tuple[LossFn, Callable[[LossFn], GradFn], LossFn]:
+    """Returns the loss to differentiate, a function that makes its gradient function, and the
+    loss of arrays outside, where axes are Auto.
+    """
+    own = training.functions(share.config, hooks(share), _score(share))
+
+    def gradient_fn(loss_fn: LossFn) -> GradFn:
+        grad_fn = gradient_accumulation.gradient(loss_fn)
+
+        def typed(params: PyTree, batch: PyTree, rng: Any) -> tuple[PyTree, PyTree]:
+            if share.strategy.zero < 3:  # partial sums of all layers meet here, once
+                params = at_use(params, share.params)
+            grads, metrics = grad_fn(params, batch, rng)
+            return jax.reshard(grads, share.grads), metrics
+
+        return own.in_minibatches(on_types(typed, share))
+
+    return own.loss_fn, gradient_fn, on_types(own.loss_fn, share)
+
+
+def on_types(function: Callable[..., Any], share: Share) -> Callable[..., Any]:
+    """Returns a function of (params, batch, rng) for Auto axes, whose inside has types."""
+    specs = share.params, P(DATA), P()
+
+    def outside(*args: Any) -> Any:
+        # The constraint names the devices, which types do not.
+        args = jax.lax.with_sharding_constraint(args, sharding.place(specs, share.mesh))
+        with jax.sharding.use_abstract_mesh(share.mesh.abstract_mesh):
+            return jax.sharding.explicit_axes(function, in_sharding=specs)(*args)
+
+    return outside
+
+
+def at_use(params: PyTree, specs: PyTree, dtype: Any = None) -> PyTree:
+    """Returns parameters as a layer uses them: whole along "data". Matrices are reduced; the
+    kernels among them are sent in `dtype`.
+    """
+
+    def of_leaf(path: Any, leaf: Array, spec: P) -> Array:
+        name = arguments.name_in_tree(path)
+        kernel = data_parallel.is_kernel(name)
+        cuts = (None if cut == DATA else cut for cut in spec)
+        if kernel and dtype is not None:
+            leaf = leaf.astype(dtype)
+        # A vector is added to arrays that are cut over "data", which a reduced one cannot be.
+        matrix = kernel or name.endswith("embed/embedding")
+        place = P(*cuts, reduced={DATA}) if matrix else P(*cuts)
+        return checkpoint_name(jax.reshard(leaf, place), "gathered")
+
+    return jax.tree_util.tree_map_with_path(of_leaf, params, specs)
+
+
+def hooks(share: Share) -> Hooks:
+    """Returns the hooks of a model whose arrays carry their shardings."""
+    own = tensor(share.strategy.sequence) if _cut(share) else Hooks(lookup=lookup)
+    if share.strategy.zero < 3:
+        return own
+    model = share.model
+    specs = data_parallel.of_layer(share.params, model.scan_layers)
+
+    def gathers(layer: Any) -> Any:
+        def gathering(params: PyTree, *args: Any) -> Any:
+            return layer(at_use(params, specs, model.dtype), *args)
+
+        if "Block" in model.remat and model.remat_policy == "nothing":
+            return gathering
+        scanned = model.scan_layers and model.num_layers > 1
+        return jax.checkpoint(gathering, prevent_cse=not scanned, policy=_saved)
+
+    def outside(params: PyTree) -> PyTree:
+        cut = {name: spec for name, spec in share.params.items() if "block" not in name}
+        return params | at_use({name: params[name] for name in cut}, cut, model.dtype)
+
+    return own | Hooks(layer=gathers, params=outside)
+
+
+def _saved(primitive: Any, *args: Any, **params: Any) -> bool:
+    return primitive.name != "reshard" and data_parallel.save_all_but_gathered(
+        primitive, *args, **params
+    )
+
+
+def lookup(table: Float[Array, "V D"], tokens: Int[Array, "B L"]) -> Float[Array, "B L D"]:
+    return table.at[tokens].get(mode="fill", fill_value=jnp.nan, out_sharding=P(DATA))
+
+
+def tensor(sequence: bool) -> Hooks:
+    stream = P(DATA, TENSOR if sequence else None, None)
+
+    def column(x: Array, kernel: Array, dimension_numbers: Any, **options: Any) -> Array:
+        x = jax.reshard(x, P(DATA, None, None, reduced={TENSOR}))
+        return jax.lax.dot_general(x, kernel, dimension_numbers, **options)
+
+    def row(x: Array, kernel: Array, dimension_numbers: Any, **options: Any) -> Array:
+        sums = P(DATA, None, None, unreduced={TENSOR})
+        y = jax.lax.dot_general(x, kernel, dimension_numbers, out_sharding=sums, **options)
+        return jax.reshard(y, stream)
+
+    def lookup(table: Array, tokens: Array) -> Array:
+        by_hand = jax.shard_map(
+            lambda *args: jax.lax.psum(tensor_parallel.lookup(*args), TENSOR),
+            in_specs=(jax.typeof(table).sharding.spec, P(DATA)),
+            out_specs=P(DATA),
+        )
+        return jax.reshard(by_hand(table, tokens), stream)
+
+    return Hooks(column=column, row=row, lookup=lookup)
+
+
+def _score(share: Share) -> Any:
+    if not _cut(share):
+        return None
+    return jax.shard_map(
+        tensor_parallel.cross_entropy,
+        in_specs=(P(DATA, None, TENSOR), P(DATA)),
+        out_specs=P(DATA),
+    )
+
+
+def _cut(share: Share) -> bool:
+    return TENSOR in share.mesh.shape
