@@ -8,15 +8,19 @@ of its operands, and where several are possible this module names one:
     float32[64,256]{R:data}       reduced: whole; its gradient is left as partial sums
     float32[64,256]{U:data}       unreduced: partial sums, one per device, to be added up
 
-A reshard from one type to another is a collective: from cut to reduced it is an all-gather, from
-unreduced to whole an all-reduce, from unreduced to cut a reduce-scatter. The gradient of a
+A reshard from one type to another is a collective: from cut to reduced it is an all-gather,
+from unreduced to whole an all-reduce, from unreduced to cut a reduce-scatter. The gradient of a
 reshard is the reshard back, so the types of the forward pass say what the backward pass sends
 (https://docs.jax.dev/en/latest/301/sharding-ad.html). A sharding that does not fit is an error
 while tracing.
+
+On a GPU the bytes are those by hand, except that the gradients of vectors (norms, biases) are
+all-reduced before they are cut. XLA for CPUs compiles a reduce-scatter as an all-reduce. Stages
+1 and 2 of ZeRO are one program here: gradients are cut once per minibatch, when all are there.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -26,8 +30,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from course_lib import arguments, training
-from course_lib.many_devices import data_parallel, meshes, sharding, tensor_parallel
-from course_lib.many_devices.axis import Share
+from course_lib.many_devices import data_parallel, sharding, tensor_parallel
+from course_lib.many_devices.axis import Asked, Share
+from course_lib.models import attention
 from course_lib.models.hooks import Hooks
 from course_lib.one_device import gradient_accumulation
 from course_lib.one_device.gradient_accumulation import GradFn, LossFn
@@ -90,7 +95,7 @@ def at_use(params: PyTree, specs: PyTree, dtype: Any = None) -> PyTree:
 
 def hooks(share: Share) -> Hooks:
     """Returns the hooks of a model whose arrays carry their shardings."""
-    own = tensor(share.strategy.sequence) if _cut(share) else Hooks(lookup=lookup)
+    own = tensor(share.strategy.sequence) if _cut(share) else Hooks(lookup=look_up)
     if share.strategy.zero < 3:
         return own
     model = share.model
@@ -100,7 +105,8 @@ def hooks(share: Share) -> Hooks:
         def gathering(params: PyTree, *args: Any) -> Any:
             return layer(at_use(params, specs, model.dtype), *args)
 
-        if "Block" in model.remat and model.remat_policy == "nothing":
+        by_block = "Block" in model.remat and model.remat_policy == "nothing"
+        if by_block or not share.strategy.gather_again:
             return gathering
         scanned = model.scan_layers and model.num_layers > 1
         return jax.checkpoint(gathering, prevent_cse=not scanned, policy=_saved)
@@ -118,12 +124,15 @@ def _saved(primitive: Any, *args: Any, **params: Any) -> bool:
     )
 
 
-def lookup(table: Float[Array, "V D"], tokens: Int[Array, "B L"]) -> Float[Array, "B L D"]:
+def look_up(table: Float[Array, "V D"], tokens: Int[Array, "B L"]) -> Float[Array, "B L D"]:
+    """Reads rows of the token table, as `jnp.take` does."""
     return table.at[tokens].get(mode="fill", fill_value=jnp.nan, out_sharding=P(DATA))
 
 
 def tensor(sequence: bool) -> Hooks:
+    """Returns the hooks of products, token table and attention that are cut over "tensor"."""
     stream = P(DATA, TENSOR if sequence else None, None)
+    heads = P(DATA, None, TENSOR, None)
 
     def column(x: Array, kernel: Array, dimension_numbers: Any, **options: Any) -> Array:
         x = jax.reshard(x, P(DATA, None, None, reduced={TENSOR}))
@@ -134,15 +143,20 @@ def tensor(sequence: bool) -> Hooks:
         y = jax.lax.dot_general(x, kernel, dimension_numbers, out_sharding=sums, **options)
         return jax.reshard(y, stream)
 
+    def attend(*args: Array, **options: Any) -> Array:  # each device its own heads
+        own = functools.partial(attention.attend, **options)
+        return jax.shard_map(own, in_specs=heads, out_specs=heads)(*args)
+
     def lookup(table: Array, tokens: Array) -> Array:
-        by_hand = jax.shard_map(
+        # JAX 0.12 computes wrong numbers for `.at[].get` with an unreduced result.
+        rows = jax.shard_map(
             lambda *args: jax.lax.psum(tensor_parallel.lookup(*args), TENSOR),
             in_specs=(jax.typeof(table).sharding.spec, P(DATA)),
             out_specs=P(DATA),
         )
-        return jax.reshard(by_hand(table, tokens), stream)
+        return jax.reshard(rows(table, tokens), stream)
 
-    return Hooks(column=column, row=row, lookup=lookup)
+    return Hooks(column=column, row=row, lookup=lookup, attend=attend)
 
 
 def _score(share: Share) -> Any:
@@ -157,3 +171,19 @@ def _score(share: Share) -> Any:
 
 def _cut(share: Share) -> bool:
     return TENSOR in share.mesh.shape
+
+
+def errors(asked: Asked) -> Iterator[str]:
+    """Yields what a model and a mesh must not ask of types."""
+    model, also = asked.model, "by='types' must be 'hand' or 'compiler'"
+    if not hasattr(jax, "reshard"):
+        yield f"{also} with JAX {jax.__version__}, whose types have no partial sums"
+    if others := [axis for axis in asked.n if axis not in (DATA, TENSOR)]:
+        yield f"{also} with a mesh axis {others[0]!r}: types divide 'data' and 'tensor' only"
+    if model.num_experts:
+        yield f"{also} for num_experts={model.num_experts}: types do not divide experts"
+    for name, needed in dict(dropout_rate=0, loss_chunks=1, flat_products=False).items():
+        if (value := getattr(model, name)) != needed:
+            yield f"{name}={value} must be {needed} with by='types', which have no rule for it"
+    if model.z_loss and TENSOR in asked.n:
+        yield f"z_loss={model.z_loss} must be 0 with by='types' and a mesh axis 'tensor'"

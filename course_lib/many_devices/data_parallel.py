@@ -375,11 +375,11 @@ def hooks(share: Share) -> Hooks:
 def errors(asked: Asked) -> Iterator[str]:
     """Yields what a model and a mesh must not ask of the axis."""
     strategy, remat = asked.strategy, asked.model.remat
-    gathers = strategy.zero == 3 and asked.by_hand
+    gathers = strategy.zero == 3 and strategy.by != "compiler"
     if not strategy.gather_again and not gathers:
         yield (
-            "gather_again=False must come with zero=3 and by='hand': at other stages layers"
-            " gather nothing, and the compiler decides by itself when to gather"
+            "gather_again=False must come with zero=3, not by='compiler': at other stages"
+            " layers gather nothing, and the compiler decides by itself when to gather"
         )
     if strategy.gather_again and gathers and {"MLP", "Attn"} & set(remat):
         yield (
