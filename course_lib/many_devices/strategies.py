@@ -50,7 +50,7 @@ def check(config: ConfigDict, mesh: meshes.AnyMesh, strategy: Strategy) -> None:
 
 
 def layout(
-    config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()
+    config: ConfigDict, mesh: meshes.AnyMesh, strategy: Strategy = Strategy()
 ) -> tuple[training.TrainState, PyTree]:
     """Returns which device holds what. Arguments and errors as for `build`.
 
@@ -87,7 +87,9 @@ def activation_rules(mesh: meshes.AnyMesh, sequence: bool) -> sharding.Rules:
     return rules | ({"length": "tensor"} if sequence else {})
 
 
-def gradient(config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()) -> GradFn:
+def gradient(
+    config: ConfigDict, mesh: meshes.AnyMesh, strategy: Strategy = Strategy()
+) -> GradFn:
     """Returns a strategy's `grad_fn(params, batch, rng) -> (grads, metrics)` on global arrays.
 
     It cuts the batch into minibatches itself. In a pipeline with several chunks the layers are
