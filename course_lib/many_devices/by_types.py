@@ -1,22 +1,19 @@
 """Strategies by types: each array's type says how it is divided (JAX's explicit mode).
 
-The loss and its gradient are traced on `Explicit` axes
-(https://docs.jax.dev/en/latest/201/sharding.html). JAX gives each result a sharding, from those
-of its operands, and where several are possible this module names one:
+The loss and its gradient are traced on `Explicit` axes: JAX gives each result a sharding, from
+those of its operands (https://docs.jax.dev/en/latest/201/sharding.html). Where several are
+possible, this module names one:
 
     float32[8@data,16,64]         the batch is cut over "data"
     float32[64,256]{R:data}       reduced: whole; its gradient is left as partial sums
     float32[64,256]{U:data}       unreduced: partial sums, one per device, to be added up
 
-A reshard from one type to another is a collective: from cut to reduced it is an all-gather,
-from unreduced to whole an all-reduce, from unreduced to cut a reduce-scatter. The gradient of a
-reshard is the reshard back, so the types of the forward pass say what the backward pass sends
+A reshard is a collective: from cut to reduced an all-gather, from unreduced to whole an
+all-reduce, from unreduced to cut a reduce-scatter. Its gradient is the reshard back: the types
+of the forward pass say what the backward pass sends
 (https://docs.jax.dev/en/latest/301/sharding-ad.html). A sharding that does not fit is an error
-while tracing.
-
-On a GPU the bytes are those by hand, except that the gradients of vectors (norms, biases) are
-all-reduced before they are cut. XLA for CPUs compiles a reduce-scatter as an all-reduce. Stages
-1 and 2 of ZeRO are one program here: gradients are cut once per minibatch, when all are there.
+while tracing. XLA for CPUs compiles a reduce-scatter as an all-reduce. Stages 1 and 2 of ZeRO
+are one program: gradients are cut once per minibatch, when all are there.
 """
 
 import functools
@@ -27,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from course_lib import arguments, training
 from course_lib.many_devices import data_parallel, sharding, tensor_parallel
@@ -45,7 +42,12 @@ def ways(share: Share) -> tuple[LossFn, Callable[[LossFn], GradFn], LossFn]:
     """Returns the loss to differentiate, a function that makes its gradient function, and the
     loss of arrays outside, where axes are Auto.
     """
-    own = training.functions(share.config, hooks(share), _score(share))
+    score = TENSOR in share.mesh.shape and jax.shard_map(  # four numbers a token, by hand
+        tensor_parallel.cross_entropy,
+        in_specs=(P(DATA, None, TENSOR), P(DATA)),
+        out_specs=P(DATA),
+    )
+    own = training.functions(share.config, hooks(share), score or None)
 
     def gradient_fn(loss_fn: LossFn) -> GradFn:
         grad_fn = gradient_accumulation.gradient(loss_fn)
@@ -65,8 +67,7 @@ def on_types(function: Callable[..., Any], share: Share) -> Callable[..., Any]:
     """Returns a function of (params, batch, rng) for Auto axes, whose inside has types."""
     specs = share.params, P(DATA), P()
 
-    def outside(*args: Any) -> Any:
-        # The constraint names the devices, which types do not.
+    def outside(*args: Any) -> Any:  # the constraint names the devices, which types do not
         args = jax.lax.with_sharding_constraint(args, sharding.place(specs, share.mesh))
         with jax.sharding.use_abstract_mesh(share.mesh.abstract_mesh):
             return jax.sharding.explicit_axes(function, in_sharding=specs)(*args)
@@ -82,12 +83,11 @@ def at_use(params: PyTree, specs: PyTree, dtype: Any = None) -> PyTree:
     def of_leaf(path: Any, leaf: Array, spec: P) -> Array:
         name = arguments.name_in_tree(path)
         kernel = data_parallel.is_kernel(name)
-        cuts = (None if cut == DATA else cut for cut in spec)
-        if kernel and dtype is not None:
-            leaf = leaf.astype(dtype)
+        leaf = leaf.astype(dtype) if kernel and dtype else leaf
         # A vector is added to arrays that are cut over "data", which a reduced one cannot be.
         matrix = kernel or name.endswith("embed/embedding")
-        place = P(*cuts, reduced={DATA}) if matrix else P(*cuts)
+        cuts = (None if cut == DATA else cut for cut in spec)
+        place = P(*cuts, reduced={DATA} if matrix else set())
         return checkpoint_name(jax.reshard(leaf, place), "gathered")
 
     return jax.tree_util.tree_map_with_path(of_leaf, params, specs)
@@ -95,10 +95,10 @@ def at_use(params: PyTree, specs: PyTree, dtype: Any = None) -> PyTree:
 
 def hooks(share: Share) -> Hooks:
     """Returns the hooks of a model whose arrays carry their shardings."""
-    own = tensor(share.strategy.sequence) if _cut(share) else Hooks(lookup=look_up)
-    if share.strategy.zero < 3:
+    model, strategy, cut = share.model, share.strategy, TENSOR in share.mesh.shape
+    own = tensor(strategy.sequence) if cut else Hooks(lookup=look_up)
+    if strategy.zero < 3:
         return own
-    model = share.model
     specs = data_parallel.of_layer(share.params, model.scan_layers)
 
     def gathers(layer: Any) -> Any:
@@ -106,33 +106,26 @@ def hooks(share: Share) -> Hooks:
             return layer(at_use(params, specs, model.dtype), *args)
 
         by_block = "Block" in model.remat and model.remat_policy == "nothing"
-        if by_block or not share.strategy.gather_again:
-            return gathering
         scanned = model.scan_layers and model.num_layers > 1
-        return jax.checkpoint(gathering, prevent_cse=not scanned, policy=_saved)
+        again = jax.checkpoint(gathering, prevent_cse=not scanned, policy=_saved)
+        return again if strategy.gather_again and not by_block else gathering
 
-    def outside(params: PyTree) -> PyTree:
-        cut = {name: spec for name, spec in share.params.items() if "block" not in name}
-        return params | at_use({name: params[name] for name in cut}, cut, model.dtype)
-
-    return own | Hooks(layer=gathers, params=outside)
+    change = functools.partial(at_use, dtype=model.dtype)
+    return own | Hooks(layer=gathers, params=data_parallel.outside(share.params, change))
 
 
 def _saved(primitive: Any, *args: Any, **params: Any) -> bool:
-    return primitive.name != "reshard" and data_parallel.save_all_but_gathered(
-        primitive, *args, **params
-    )
+    others = data_parallel.save_all_but_gathered(primitive, *args, **params)
+    return others and primitive.name != "reshard"
 
 
-def look_up(table: Float[Array, "V D"], tokens: Int[Array, "B L"]) -> Float[Array, "B L D"]:
-    """Reads rows of the token table, as `jnp.take` does."""
+def look_up(table: Array, tokens: Array) -> Array:
     return table.at[tokens].get(mode="fill", fill_value=jnp.nan, out_sharding=P(DATA))
 
 
 def tensor(sequence: bool) -> Hooks:
     """Returns the hooks of products, token table and attention that are cut over "tensor"."""
-    stream = P(DATA, TENSOR if sequence else None, None)
-    heads = P(DATA, None, TENSOR, None)
+    stream, heads = P(DATA, TENSOR if sequence else None, None), P(DATA, None, TENSOR, None)
 
     def column(x: Array, kernel: Array, dimension_numbers: Any, **options: Any) -> Array:
         x = jax.reshard(x, P(DATA, None, None, reduced={TENSOR}))
@@ -147,30 +140,11 @@ def tensor(sequence: bool) -> Hooks:
         own = functools.partial(attention.attend, **options)
         return jax.shard_map(own, in_specs=heads, out_specs=heads)(*args)
 
-    def lookup(table: Array, tokens: Array) -> Array:
+    def lookup(*args: Array) -> Array:
         # JAX 0.12 computes wrong numbers for `.at[].get` with an unreduced result.
-        rows = jax.shard_map(
-            lambda *args: jax.lax.psum(tensor_parallel.lookup(*args), TENSOR),
-            in_specs=(jax.typeof(table).sharding.spec, P(DATA)),
-            out_specs=P(DATA),
-        )
-        return jax.reshard(rows(table, tokens), stream)
+        return jax.reshard(look_up(*args), stream)
 
     return Hooks(column=column, row=row, lookup=lookup, attend=attend)
-
-
-def _score(share: Share) -> Any:
-    if not _cut(share):
-        return None
-    return jax.shard_map(
-        tensor_parallel.cross_entropy,
-        in_specs=(P(DATA, None, TENSOR), P(DATA)),
-        out_specs=P(DATA),
-    )
-
-
-def _cut(share: Share) -> bool:
-    return TENSOR in share.mesh.shape
 
 
 def errors(asked: Asked) -> Iterator[str]:
@@ -180,10 +154,7 @@ def errors(asked: Asked) -> Iterator[str]:
         yield f"{also} with JAX {jax.__version__}, whose types have no partial sums"
     if others := [axis for axis in asked.n if axis not in (DATA, TENSOR)]:
         yield f"{also} with a mesh axis {others[0]!r}: types divide 'data' and 'tensor' only"
-    if model.num_experts:
-        yield f"{also} for num_experts={model.num_experts}: types do not divide experts"
-    for name, needed in dict(dropout_rate=0, loss_chunks=1, flat_products=False).items():
+    needs = dict(num_experts=0, dropout_rate=0, loss_chunks=1, flat_products=False)
+    for name, needed in (needs | dict(z_loss=0) if TENSOR in asked.n else needs).items():
         if (value := getattr(model, name)) != needed:
             yield f"{name}={value} must be {needed} with by='types', which have no rule for it"
-    if model.z_loss and TENSOR in asked.n:
-        yield f"z_loss={model.z_loss} must be 0 with by='types' and a mesh axis 'tensor'"
