@@ -10,7 +10,7 @@ is `strategies`. In this order a run is made of them:
                 the five strategies, each loaded when a mesh has its axis
     options     the choices of a run (`Strategy`), and what a mesh and a model refuse
     sharding    which axis cuts which dimension of which parameter
-    strategies  `build`: the run of one device on a mesh, by hand or by the compiler
+    strategies  `build`: the run of one device on a mesh, by hand, compiler or types
     cluster_model
                 seconds of collectives on a cluster, for `planner`
 """

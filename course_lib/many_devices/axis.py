@@ -12,7 +12,6 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from course_lib.many_devices import meshes, sharding
@@ -45,7 +44,7 @@ class Share(NamedTuple):
     """One device's part of a run."""
 
     config: ConfigDict
-    mesh: Mesh
+    mesh: Any  # `meshes.AnyMesh`; by hand it has devices
     strategy: "Strategy"
     params: PyTree  # specs of the parameters
     grads: PyTree  # specs of their gradients

@@ -272,12 +272,12 @@ def gather(
     return jax.tree_util.tree_map_with_path(of_leaf, params, specs)
 
 
-def gather_outside(specs: PyTree, dtype: Any) -> Callable[[PyTree], PyTree]:
+def gatheroutside(specs: PyTree, dtype: Any) -> Callable[[PyTree], PyTree]:
     """Returns the hook that gathers what belongs to no layer: embeddings, last norm, head."""
-    return _outside(specs, lambda params, specs: gather(params, specs, dtype))
+    return outside(specs, lambda params, specs: gather(params, specs, dtype))
 
 
-def _outside(specs: PyTree, change: Callable[..., PyTree]) -> Callable[[PyTree], PyTree]:
+def outside(specs: PyTree, change: Callable[..., PyTree]) -> Callable[[PyTree], PyTree]:
     cut = {name: spec for name, spec in specs.items() if not name.startswith("block")}
     return lambda params: params | change({name: params[name] for name in cut}, cut)
 
@@ -360,7 +360,7 @@ def hooks(share: Share) -> Hooks:
     model, strategy = share.model, share.strategy
     if strategy.zero == 2:
         layer = scatter_layers(of_layer(share.grads, model.scan_layers))
-        return Hooks(layer=layer, params=_outside(share.grads, scatter))
+        return Hooks(layer=layer, params=outside(share.grads, scatter))
     if strategy.zero == 3:
         # A rematerialized block gathers again anyway.
         by_block = "Block" in model.remat and model.remat_policy == "nothing"
@@ -368,18 +368,18 @@ def hooks(share: Share) -> Hooks:
         specs = of_layer(share.params, model.scan_layers)
         scanned = model.scan_layers and model.num_layers > 1  # XLA unrolls a loop of one
         layer = gather_layers(specs, model.dtype, again=again, scanned=scanned)
-        return Hooks(layer=layer, params=gather_outside(share.params, model.dtype))
+        return Hooks(layer=layer, params=gatheroutside(share.params, model.dtype))
     return Hooks()
 
 
 def errors(asked: Asked) -> Iterator[str]:
     """Yields what a model and a mesh must not ask of the axis."""
     strategy, remat = asked.strategy, asked.model.remat
-    gathers = strategy.zero == 3 and asked.by_hand
+    gathers = strategy.zero == 3 and strategy.by != "compiler"
     if not strategy.gather_again and not gathers:
         yield (
-            "gather_again=False must come with zero=3 and by='hand': at other stages layers"
-            " gather nothing, and the compiler decides by itself when to gather"
+            "gather_again=False must come with zero=3, not by='compiler': at other stages"
+            " layers gather nothing, and the compiler decides by itself when to gather"
         )
     if strategy.gather_again and gathers and {"MLP", "Attn"} & set(remat):
         yield (

@@ -122,13 +122,14 @@ def explicit(mesh: AnyMesh) -> bool:
     return kinds == {AxisType.Explicit}
 
 
-def auto(mesh: Mesh) -> Mesh:
+def auto(mesh: Any) -> Any:
     """Returns a mesh of the same devices and axes, whose axes are Auto."""
-    return Mesh(mesh.devices, mesh.axis_names) if explicit(mesh) else mesh
+    kinds = (AxisType.Auto,) * len(mesh.axis_names)
+    return mesh.update(axis_types=kinds) if explicit(mesh) else mesh
 
 
 def with_auto_axes(
-    function: Callable[..., Any], mesh: Mesh, out_specs: PyTree, **options: Any
+    function: Callable[..., Any], mesh: AnyMesh, out_specs: PyTree, **options: Any
 ) -> Callable[..., Any]:
     """Returns a compiled function of arrays on a mesh with Explicit axes, in which the axes are
     Auto. Its results lie on that mesh, as the specs say. `options` are those of `jax.jit`.

@@ -15,7 +15,7 @@ from course_lib.many_devices.axis import Asked
 from course_lib.many_devices.pipeline_parallel import SCHEDULES
 from course_lib.models.attention import IMPLEMENTATIONS
 
-BY = ("hand", "compiler")
+BY = ("hand", "compiler", "types")
 STAGES = (0, 1, 2, 3)
 """Stages of ZeRO; 3 is also called FSDP."""
 OVERLAPS = ("none", "one-way", "two-way")
@@ -33,12 +33,12 @@ class Strategy(fields.Checked):
     """How a run uses the axes of its mesh."""
 
     # "hand": collectives are written out inside `jax.shard_map`; "compiler": shardings that
-    # `jax.jit` respects
+    # `jax.jit` respects; "types": each array's type says how it is divided (`by_types`)
     by: str = option("hand", BY)
     # stage of ZeRO along "data"
     zero: int = option(0, STAGES)
-    # with stage 3 by hand, whether layers gather their parameters again for the backward pass;
-    # rematerialized blocks always do
+    # with stage 3 by hand or by types, whether layers gather their parameters again for the
+    # backward pass; rematerialized blocks always do
     gather_again: bool = option(True)
     # whether norms and the residual stream are cut along the sequence, over "tensor" (sequence
     # parallelism)
@@ -71,6 +71,10 @@ def check(config: ConfigDict, mesh: meshes.AnyMesh, strategy: Strategy) -> None:
     if mesh.size > 1:
         asked = Asked(config, n, strategy)
         arguments.refuse(_errors(asked))
+        if strategy.by == "types":
+            from course_lib.many_devices import by_types  # most runs do not need it
+
+            arguments.refuse(by_types.errors(asked))
         for each in axis.used(mesh):
             arguments.refuse(each.errors(asked))
         if config.model.loss_chunks > 1:

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from course_lib import arguments
@@ -177,7 +177,7 @@ def _check_blocks(
     )
 
 
-def place(specs: PyTree, mesh: Mesh) -> PyTree:
+def place(specs: PyTree, mesh: meshes.AnyMesh) -> PyTree:
     """Returns the same tree of `NamedSharding`s on a mesh."""
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P)

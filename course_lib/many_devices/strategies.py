@@ -7,8 +7,8 @@
 
 The name of a mesh axis says what it divides; a `Strategy` says how. Most strategies exist
 `by="hand"`, with explicit collectives inside a `jax.shard_map`, and `by="compiler"`, as
-shardings that `jax.jit` has to respect. Both compute the same numbers as one device. Pipelines
-and `overlap` exist by hand only:
+shardings that `jax.jit` has to respect; "data" and "tensor" also `by="types"` (`by_types`). All
+compute the same numbers as one device. Pipelines and `overlap` exist by hand only:
 
     mesh = meshes.make({"data": 2, "pipe": 2, "tensor": 2})
     run = strategies.build(config, mesh, Strategy(schedule="zero_bubble", microbatches=4))
@@ -50,7 +50,7 @@ def check(config: ConfigDict, mesh: meshes.AnyMesh, strategy: Strategy) -> None:
 
 
 def layout(
-    config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()
+    config: ConfigDict, mesh: meshes.AnyMesh, strategy: Strategy = Strategy()
 ) -> tuple[training.TrainState, PyTree]:
     """Returns which device holds what. Arguments and errors as for `build`.
 
@@ -87,7 +87,9 @@ def activation_rules(mesh: meshes.AnyMesh, sequence: bool) -> sharding.Rules:
     return rules | ({"length": "tensor"} if sequence else {})
 
 
-def gradient(config: ConfigDict, mesh: Mesh, strategy: Strategy = Strategy()) -> GradFn:
+def gradient(
+    config: ConfigDict, mesh: meshes.AnyMesh, strategy: Strategy = Strategy()
+) -> GradFn:
     """Returns a strategy's `grad_fn(params, batch, rng) -> (grads, metrics)` on global arrays.
 
     It cuts the batch into minibatches itself. In a pipeline with several chunks the layers are
@@ -218,6 +220,10 @@ def _ways(share: Share) -> Ways:
         return whole.loss_fn, whole.gradient, whole.loss_fn
     if _piped(share.mesh):
         return _in_a_pipeline(share)
+    if share.strategy.by == "types":
+        from course_lib.many_devices import by_types
+
+        return by_types.ways(share)
     return (_by_hand if share.strategy.by == "hand" else _by_compiler)(share)
 
 

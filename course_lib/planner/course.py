@@ -193,8 +193,8 @@ def step_of(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) -> 
     strategies.check(config, mesh, strategy)
     if strategy.by != "hand":
         raise ValueError(
-            f"by={strategy.by!r} must be 'hand' for an estimate: the compiler decides what is"
-            " sent; read it from the ledger of the compiled step"
+            f"by={strategy.by!r} must be 'hand' for an estimate: else the compiler decides what"
+            " is sent; read it from the ledger of the compiled step"
         )
     check_counted(config)
     _check_stacks(config, axes, strategy)

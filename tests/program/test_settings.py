@@ -77,7 +77,11 @@ BAD = [
     ("run.non_finite", "hope", r"run\.non_finite='hope' must be one of"),
     ("mesh.data", -1, r"mesh\.data=-1 must be at least 1, or 0 for all devices"),
     ("run.corpus", "", r"run\.corpus='' must be 'shipped', or a folder"),
-    ("strategy.by", "magic", r"strategy\.by='magic' must be one of \('hand', 'compiler'\)"),
+    (
+        "strategy.by",
+        "magic",
+        r"strategy\.by='magic' must be one of \('hand', 'compiler', 'types'\)",
+    ),
 ]
 
 
