@@ -26,11 +26,13 @@ scale, as in the real step, whose vocabulary is larger.
 TOLERANCES = {
     "positions of a real sequence": 0.25,
     "tokens of the vocabulary": 0.25,
-    "columns of the output matrix": 0.75,
+    "columns of the output matrix": 0.9,
 }
 """The largest accepted difference of one row's gradient, as a share of its norm.
 
-TODO
+Measured on a CPU, the largest of all. Right: float32 0.0003; positions and tokens 0.07 in 16
+bits; columns 0.61 (0.03 if summed in float32). Wrong: a window of 768 positions 0.6; a row
+without its label, and most rows in float16 without a loss scale, 1 and more.
 """
 
 MOST_TERMS = 64
