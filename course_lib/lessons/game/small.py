@@ -192,7 +192,7 @@ def _explain_batch(counts: np.ndarray, momentum: float, rest: float) -> str | No
         (
             rest < SCALE + 0.03 and abs(factor - 1) > SCALE,
             f"{size} the right ones. Is a sum divided by the number of labels? A sequence has"
-            " one token more than labels.",
+            " one token more than labels. Or is a term added to the loss?",
         ),
     ]
     return next((sentence for holds, sentence in table if holds), None)

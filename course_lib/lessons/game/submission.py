@@ -60,7 +60,7 @@ def submit(
                 " compiles the real step as well."
             )
             return
-        positions.check(make_step)
+        positions.check(make_step, setup)
         named = str(name or getattr(make_step, "__name__", type(make_step).__name__))
         submission, program = score.compile_step(make_step, gpu, named, setup)
         of_this_gpu = [one for one in scoreboard.add(submission) if one.gpu == gpu]
