@@ -25,9 +25,9 @@ def submit(
 ) -> None:
     """Checks and scores a training step of the game. Prints; never raises.
 
-    First it compares the updates on a small model. Then it compiles the step of `game.REAL` for
-    a GPU that need not be there, and prints its costs beside the targets and the earlier
-    submissions. The last line is a hint for the next move.
+    First it compares the updates on a small model of new random numbers, then on one of the
+    real length. Then it compiles the step of `game.REAL` for a GPU that need not be there, and
+    prints its costs beside the targets and the earlier submissions, and a hint.
 
     Args:
       make_step: `make_step(config) -> step`, where `step(state, batch) -> (state, loss)`. The
