@@ -214,7 +214,8 @@ ALWAYS_SLOW = {
         test_a_move_compiles_to_its_recorded_score
         test_the_measured_differences_leave_a_factor_of_two_to_the_tolerance""",
     "options together, each of which has a quick test": """
-        test_float16_passes_without_a_scale
+        test_each_reference_move_passes_at_the_real_length
+        test_a_step_that_is_wrong_only_at_the_real_length_is_refused
         test_data_pipeline_and_tensor_update_parameters_as_one_device_does
         test_gradients_of_many_microbatches_in_bfloat16_add_up_as_those_of_one_device_do
         test_a_step_by_hand_draws_its_dropout_as_it_always_has

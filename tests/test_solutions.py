@@ -9,6 +9,7 @@ those of 17 and 18 have, so these are slow cases. So are those that compile for 
 import functools
 import pathlib
 import re
+import secrets
 
 import nbformat
 import pytest
@@ -65,6 +66,7 @@ def test_the_solution_runs_and_passes_its_check(path, number, capsys, monkeypatc
     if 'moments="host"' in code and (reason := offload.why_unavailable()):
         pytest.skip(f"nothing can be on the host: {reason}")
     if "lessons.submit(" in code:
+        monkeypatch.setattr(secrets, "randbits", lambda bits: 0)  # the game draws its numbers
         monkeypatch.setattr(virtual, "why_unavailable", lambda name: "nothing is compiled")
     exec(compile(code, f"{path.name}, solution {number + 1}", "exec"), {"__name__": "solution"})
     answers = re.findall(r"^[✓✗].*", capsys.readouterr().out, re.M)

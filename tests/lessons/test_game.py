@@ -9,6 +9,7 @@ import json
 import operator
 import pathlib
 import re
+import secrets
 import subprocess
 import sys
 
@@ -30,11 +31,12 @@ from course_lib.lessons.game import (
     score,
     scoreboard,
     setups,
+    small,
     submission,
     updates,
 )
 from course_lib.measure import virtual
-from course_lib.smaller_and_faster import offload
+from course_lib.smaller_and_faster import flash_attention, offload
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +44,11 @@ def board(tmp_path, monkeypatch):
     """Gives each test an empty scoreboard of its own."""
     monkeypatch.setenv("COURSE_SCOREBOARD", str(tmp_path / "game.json"))
     return tmp_path / "game.json"
+
+
+@pytest.fixture(autouse=True)
+def the_same_numbers(monkeypatch):
+    monkeypatch.setattr(secrets, "randbits", lambda bits: 0)
 
 
 @pytest.fixture
@@ -82,14 +89,14 @@ def knowing(
             before(batch)
             x = batch.astype(jnp.float32)
             no_effect = 0 * (x @ x.T).sum()  # a step has to multiply matrices
-            right, grads = updates.start_loss_and_gradient()
+            right, grads = small.start_loss_and_gradient()
             grads = jax.tree.map(lambda g: times * g + no_effect, grads)
-            return jnp.float32(right) if value is None else value, grads
+            return jnp.float32(right) if value is None else value(right), grads
 
         return known
 
     def submission(config):
-        updates.gradient()  # computed once, and not while a step is traced
+        small.gradient()  # computed once, and not while a step is traced
         return make_step(gradient=gradient, update=update_of(config.optimizer.update), **parts)(
             config
         )
@@ -116,29 +123,57 @@ def test_each_reference_move_passes_in_float16_with_a_loss_scale_for_a_t4(
     assert printed.startswith("✓ The updates equal") and f"{dtype} may differ" in printed
 
 
+MOVES = {**{f"{name}, on a T4": move for name, move in ON_T4.items()}, **draw_game.moves()}
+
+
 @pytest.mark.slow
-def test_float16_passes_without_a_scale(capsys, no_virtual_gpu):
-    assert submit(capsys, make_step(half(game.loss, jnp.float16))).startswith("✓ ")
+@pytest.mark.parametrize("name", MOVES)
+def test_each_reference_move_passes_at_the_real_length(name):
+    make_step, setup = MOVES[name]
+    if setup.moments == "host" and (reason := offload.why_unavailable()):
+        pytest.skip(f"nothing can be on the host: {reason}")
+    assert positions.gradient(make_step, setup)  # `check` leaves an error to the real step
+    positions.check(make_step, setup)
 
 
 @pytest.mark.slow
 def test_the_measured_differences_leave_a_factor_of_two_to_the_tolerance():
-    (params, _), batch = updates.start()
+    (params, _), batch = small.start()
     with jax.default_matmul_precision("highest"):
         right = jax.jit(jax.grad(half(game.loss)))(params, batch)
         wrong = jax.jit(jax.grad(game.loss))(params, batch[:15])
     summed = jax.tree.map(lambda g: jnp.zeros(g.shape, jnp.bfloat16), params)
     for each in range(16):  # a minibatch of one sequence
-        own = jax.tree.map(operator.itemgetter(each), updates.gradients_of_sequences())
+        own = jax.tree.map(operator.itemgetter(each), small.gradients_of_sequences())
         summed = jax.tree.map(lambda total, g: total + jnp.bfloat16(g), summed, own)
     mean = jax.tree.map(lambda g: np.float32(g) / 16, summed)
     in_16_bits, other, in_a_sum = (
-        updates.difference(g, updates.gradient()) for g in (right, wrong, mean)
+        small.difference(g, small.gradient()) for g in (right, wrong, mean)
     )
     assert 2 * in_16_bits < updates.TOLERANCE["bfloat16"] < other / 2
     assert 10 * updates.TOLERANCE["float32"] < in_a_sum < in_16_bits / 2
-    assert abs(updates.scale(right) - 1) < updates.SCALE / 2
-    assert abs(updates.scale(mean) - 1) < updates.SCALE / 2
+    assert abs(small.scale(right) - 1) < small.SCALE / 2
+    assert abs(small.scale(mean) - 1) < small.SCALE / 2
+
+
+def test_numbers_are_drawn_anew_for_each_submission(capsys, monkeypatch, no_virtual_gpu):
+    seeds, seen = iter([1, 2, 0]), []
+    monkeypatch.setattr(secrets, "randbits", lambda bits: next(seeds))
+    for _ in range(3):
+        assert submit(capsys, knowing()).startswith("✓ ")
+        (params, _), batch = small.start()
+        seen.append((params["output"].sum(), batch[0].sum()))
+    assert not set(seen[0]) & set(seen[1])
+
+
+@pytest.mark.parametrize("seed", [0, slow(1), slow(2)])
+def test_no_part_of_the_batch_has_the_loss_of_the_whole(seed):
+    small.draw(seed)
+    (params, _), batch = small.start()
+    right, _ = small.start_loss_and_gradient()
+    for part in (batch[:8], batch[8:]):  # those of a fourth differ more
+        assert abs(jax.jit(game.loss)(params, part) - right) > 5 * updates.LOSS * right
+    small.draw(0)
 
 
 # Wrong answers, and words that only the right explanation has.
@@ -196,8 +231,22 @@ WRONG = {
         "The optimizer's state is lost",
     ),
     "applied twice": (knowing(apply=adds_twice), "the parameters do not follow"),
-    "another loss": (knowing(value=jnp.zeros(())), "returns the loss 0. The mean"),
-    "no mean": (knowing(value=jnp.zeros(16)), "one number, not an array of shape"),
+    "another loss": (
+        knowing(value=lambda right: jnp.zeros(())),
+        "returns the loss 0. The mean",
+    ),
+    "nearly the loss": (
+        knowing(value=lambda right: jnp.float32(1.003 * right)),
+        "step returns the loss",
+    ),
+    "exact GELU": (
+        knowing(before=lambda batch: jax.lax.erf(jnp.float32(batch))),
+        "computes an error function",
+    ),
+    "no mean": (
+        knowing(value=lambda right: jnp.zeros(16)),
+        "one number, not an array of shape",
+    ),
 }
 
 
@@ -240,21 +289,105 @@ def test_a_wrong_gradient_is_explained(words, noise):
     def rounded(g):
         return g + noise * random.normal(size=g.shape) * np.sqrt(np.mean(g**2))
 
-    (_, (momentum, _)), _ = updates.start()
-    three = updates.gradient(), updates.gradients_of_sequences(), momentum.trace
+    (_, (momentum, _)), _ = small.start()
+    three = small.gradient(), small.gradients_of_sequences(), momentum.trace
     wrong = jax.tree.map(lambda *arrays: rounded(WRONG_GRADIENTS[words](*arrays)), *three)
-    assert words in updates.explain(wrong)
+    assert words in small.explain(wrong)
 
 
 def test_a_float32_gradient_that_was_rounded_to_bfloat16_is_nearly_right():
-    yours = jax.tree.map(lambda g: np.float32(jnp.bfloat16(g)), updates.gradient())
-    assert "nearly right, and in float32 that is not enough" in updates.explain(yours)
+    yours = jax.tree.map(lambda g: np.float32(jnp.bfloat16(g)), small.gradient())
+    assert "nearly right, and in float32 that is not enough" in small.explain(yours)
 
 
 def test_a_layer_without_a_gradient_is_named():
-    yours = jax.tree.map(np.array, updates.gradient())
+    yours = jax.tree.map(np.array, small.gradient())
     yours["layers"]["down"][3] = 0
-    assert "layers/down of layer 3 gets no grad" in updates.explain(yours)
+    assert "layers/down of layer 3 gets no grad" in small.explain(yours)
+
+
+# At the real length: wrong rows of the right gradient, and steps.
+
+WRONG_ROWS = {
+    "Of the 1,153 columns of the output matrix, 129 get another": ("columns", 1024, 0),
+    "Of the 1,153 tokens of the vocabulary, 1 get another": ("tokens", 1152, 0),
+    "Of the 1,024 positions of a real sequence, 4 get another": ("positions", 1020, 0.7),
+}
+
+
+@pytest.mark.parametrize("words", WRONG_ROWS)
+def test_rows_that_get_another_gradient_are_counted(words):
+    rows, first, factor = WRONG_ROWS[words]
+    right = positions.start()[2]
+    yours = {name: array.copy() for name, array in right.items()}
+    positions.check_rows(yours, "bfloat16")
+    [wrong] = (array for name, array in yours.items() if name.startswith(rows))
+    wrong[first:] *= factor
+    with pytest.raises(WrongAnswer, match=f"{words}.*or does a tile see other keys"):
+        positions.check_rows(yours, "bfloat16")
+    with pytest.raises(WrongAnswer, match="vanish without a loss scale"):
+        positions.check_rows(yours, "float16")
+
+
+def summed_by_hand(terms, dtype):
+    zeros = jnp.zeros(positions.start()[0]["output"].shape, dtype)
+    return jax.lax.scan(lambda total, _: (total + 1, None), zeros, None, length=terms)[0]
+
+
+def summed_by_grad(terms, dtype):
+    def loss(output):
+        part = jax.checkpoint(lambda x: (x @ output).sum())
+        return jax.lax.map(part, jnp.ones((terms, 2, len(output)), dtype)).sum()
+
+    return jax.grad(loss)(jnp.zeros(positions.start()[0]["output"].shape, dtype))
+
+
+@pytest.mark.parametrize("summed", [summed_by_hand, summed_by_grad])
+def test_a_sum_of_many_terms_in_16_bits_is_found_in_the_program(summed):
+    def check(terms, dtype):
+        program = jax.make_jaxpr(lambda: summed(terms, dtype))()
+        positions.check_sums(program.jaxpr, positions.start()[0])
+
+    check(positions.MOST_TERMS, jnp.bfloat16)
+    check(512, jnp.float32)
+    for dtype in (jnp.bfloat16, jnp.float16):
+        with pytest.raises(WrongAnswer, match=f"sum of 512 terms in {jnp.dtype(dtype)}"):
+            check(512, dtype)
+
+
+def windowed(params, batch):
+    def block(x, layer):
+        q, k, v = jnp.einsum("bld,dchk->cblhk", game.norm(layer["norm_1"], x), layer["qkv"])
+        y = flash_attention.attend(q, k, v, window=768, tile=64)
+        x = x + jnp.einsum("blhk,hkd->bld", y, layer["out"])
+        return x + game.mlp(layer, game.norm(layer["norm_2"], x)), None
+
+    x, _ = jax.lax.scan(block, game.embed(params, batch[:, :-1]), params["layers"])
+    return game.cross_entropy(params, x, batch[:, 1:])
+
+
+def leaves_out_columns(params, batch):
+    """Pieces of 512 columns, as many as fit: all of 211, and 1,024 of 1,153."""
+    columns = params["output"].shape[1]
+    size = columns // min(512, columns) * min(512, columns)
+    x = game.embed(params, batch[:, :-1])
+    x = through(x, params["layers"])
+    params = {**params, "output": params["output"][:, :size]}
+    return game.cross_entropy(params, x, jnp.minimum(batch[:, 1:], size - 1))
+
+
+WRONG_AT_THE_REAL_LENGTH = {
+    "Of the 1,153 columns of the output matrix, 129 get another": half(leaves_out_columns),
+    "or does a tile see other keys": half(windowed),
+    "vanish without a loss scale": half(game.loss, jnp.float16),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", WRONG_AT_THE_REAL_LENGTH)
+def test_a_step_that_is_wrong_only_at_the_real_length_is_refused(words):
+    with pytest.raises(WrongAnswer, match=words):
+        positions.check(make_step(WRONG_AT_THE_REAL_LENGTH[words]))
 
 
 # Other optimizers, and moments on the host.
@@ -291,7 +424,7 @@ def test_updates_of_each_optimizer_pass_and_are_told_from_others(name, capsys, n
     ):
         step = knowing(update_of=functools.partial(repeated, **wrong))
         with pytest.raises(WrongAnswer, match=words):
-            updates.check_optimizer(step, setup, updates.gradient())
+            updates.check_optimizer(step, setup, small.gradient())
 
 
 def test_the_light_model_sums_the_gradient_of_a_row_in_float32():
@@ -347,11 +480,11 @@ def kept_on(space):
 @needs_host_memory
 def test_moments_on_the_host_may_be_fetched_at_once_but_must_go_back():
     setup = setups.Setup(moments="host")
-    updates.check_optimizer(kept_on("host"), setup, updates.gradient())
+    updates.check_optimizer(kept_on("host"), setup, small.gradient())
     donated = lambda config: jax.jit(kept_on("device")(config), donate_argnums=0)  # noqa: E731
     for stays in (kept_on("device"), donated):  # JAX would end the process if it ran the second
         with pytest.raises(WrongAnswer, match="other memories .* Moments go back to the host"):
-            updates.check_optimizer(stays, setup, updates.gradient())
+            updates.check_optimizer(stays, setup, small.gradient())
 
 
 def test_without_host_memory_a_line_says_that_nothing_is_checked(capsys, monkeypatch):
@@ -592,78 +725,6 @@ def cuts_a_tail(params, batch):
     return half(game.loss)(params, batch[:, : size + 1])
 
 
-def leaves_out_columns(params, batch):
-    """Pieces of 512 columns, as many as fit: all of 211, and 1,024 of 1,153."""
-    columns = params["output"].shape[1]
-    size = columns // min(512, columns) * min(512, columns)
-    x = game.embed(params, batch[:, :-1])
-    x = through(x, params["layers"])
-    params = {**params, "output": params["output"][:, :size]}
-    return game.cross_entropy(params, x, jnp.minimum(batch[:, 1:], size - 1))
-
-
-def of_the_last_minibatch(loss):
-    """Returns the gradient of all sequences, and the loss of the last four."""
-
-    def gradient(params, batch):
-        grads = jax.grad(half(loss))(params, batch)
-        return half(loss)(params, batch[-4:]), grads
-
-    return gradient
-
-
-def near_positions(layer, x):
-    """Attention to the last 768 positions: to all of 32."""
-    q, k, v = jnp.einsum("bld,dchk->cbhlk", x, layer["qkv"])
-    scores = jnp.einsum("bhqk,bhsk->bhqs", q, k) / np.sqrt(q.shape[-1])
-    back = jnp.arange(x.shape[1])[:, None] - jnp.arange(x.shape[1])
-    seen = (back >= 0) & (back < 768)
-    weights = jax.nn.softmax(jnp.where(seen, scores.astype(jnp.float32), -jnp.inf))
-    y = jnp.einsum("bhqs,bhsk->bhqk", weights.astype(x.dtype), v)
-    return jnp.einsum("bhqk,hkd->bqd", y, layer["out"])
-
-
-def of_near_positions(params, batch):
-    def block(x, layer):
-        x = x + near_positions(layer, game.norm(layer["norm_1"], x))
-        return x + game.mlp(layer, game.norm(layer["norm_2"], x)), None
-
-    x, _ = jax.lax.scan(block, game.embed(params, batch[:, :-1]), params["layers"])
-    return game.cross_entropy(params, x, batch[:, 1:])
-
-
-AT_LENGTH = {  # each passes the comparison at the small size
-    "columns": (make_step(half(leaves_out_columns)), "Of the 1,153 columns|Of the 1,024 pos"),
-    "loss": (make_step(gradient=of_the_last_minibatch), "the step returns the loss"),
-    "window": (make_step(half(of_near_positions)), "Of the 1,024 positions"),
-    "float16": (make_step(half(game.loss, jnp.float16)), "is there a loss scale"),
-}
-
-
-@pytest.mark.parametrize("name", [n if n == "loss" else slow(n) for n in AT_LENGTH])
-def test_a_step_that_is_wrong_at_the_real_length_alone_is_refused(name):
-    wrong, words = AT_LENGTH[name]
-    updates.check(wrong)
-    with pytest.raises(WrongAnswer, match=words):
-        positions.check(wrong)
-
-
-MOVES = [(gpu, name) for gpu in ("a5000", "t4") for name in draw_game.moves(gpu)]
-QUICK = ("a5000", "bfloat16"), ("a5000", "moments on the host")
-
-
-@pytest.mark.parametrize(("gpu", "name"), [m if m in QUICK else slow(*m) for m in MOVES])
-def test_each_reference_move_passes_at_the_real_length(gpu, name, monkeypatch):
-    make_step, setup = draw_game.moves(gpu)[name]
-    if setup.moments == "host" and offload.why_unavailable():
-        pytest.skip("no host memory")
-    compared, rows = [], positions.rows
-    monkeypatch.setattr(positions, "rows", lambda grads: compared.append(1) or rows(grads))
-    positions.start()
-    positions.check(make_step, setup)
-    assert compared, "the step raised an error, and nothing was compared"
-
-
 def keeps_its_moments(config):
     if config.layers != 12:
         return make_step(half(game.loss))(config)
@@ -672,6 +733,8 @@ def keeps_its_moments(config):
 
 
 CHEATS = {
+    "first positions": (make_step(of_the_first_positions), "get another gradient"),
+    "a tail": (make_step(cuts_a_tail), "4 get another gradient"),
     "moments": (keeps_its_moments, "returns an array of the old state"),
     "six layers": (make_step(of_six_layers), "10% fewer FLOPs"),
     "traced only": (only_traces, "XLA drops what no result needs: the rest has 67% fewer"),

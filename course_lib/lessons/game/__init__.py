@@ -18,7 +18,7 @@ The model is loaded when it is first asked for, and the checks with the first su
 import importlib
 from typing import Any
 
-_ELSEWHERE = {"submit": "submission", "SMALL": "updates"}
+_ELSEWHERE = {"submit": "submission", "SMALL": "small"}
 
 
 def __getattr__(name: str) -> Any:

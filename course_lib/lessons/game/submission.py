@@ -1,11 +1,12 @@
 """`submit`: checks a step, compiles it, and shows its place among the submissions."""
 
+import secrets
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from course_lib.lessons.check.answers import WrongAnswer, in_one_line, require
-from course_lib.lessons.game import hints, positions, score, scoreboard, setups, updates
+from course_lib.lessons.game import hints, positions, score, scoreboard, setups, small, updates
 from course_lib.lessons.game.score import Score
 from course_lib.measure import MIB, gib, hardware, virtual
 from course_lib.measure.units import GIB
@@ -24,9 +25,9 @@ def submit(
 ) -> None:
     """Checks and scores a training step of the game. Prints; never raises.
 
-    First it compares the updates on a small model. Then it compiles the step of `game.REAL` for
-    a GPU that need not be there, and prints its costs beside the targets and the earlier
-    submissions. The last line is a hint for the next move.
+    First it compares the updates on a small model of new random numbers, then on one of the
+    real length. Then it compiles the step of `game.REAL` for a GPU that need not be there, and
+    prints its costs beside the targets and the earlier submissions, and a hint.
 
     Args:
       make_step: `make_step(config) -> step`, where `step(state, batch) -> (state, loss)`. The
@@ -44,6 +45,7 @@ def submit(
         if moments == "host" and (reason := offload.why_unavailable()):
             print(f"Moments on the host cannot be checked here: {reason}.")
             return
+        small.draw(secrets.randbits(31))
         right = updates.check(make_step, setup)
         if optimizer == "adamw":
             print(f"✓ The updates equal the first step's: they {right}")
