@@ -34,6 +34,11 @@ def hint(submission: Score, program: Program, earlier: list[Score]) -> str:
             f"{largest}: {sizes.layers} layers save one slice each. Which of them must wait for"
             " the backward pass? (Notebook 2.)"
         )
+    if dims[:1] == (sizes.layers,) and len(dims) > 4 and not small:
+        return (
+            f"{largest}: {sizes.layers} layers save one slice each, though the step recomputes."
+            " Is `jax.checkpoint` around each whole layer, inside the scan? (Notebook 2.)"
+        )
     if not small and whole_batch & set(dims):
         return f"{largest}: it belongs to the whole batch at once. (Notebook 3.)"
     if not small and program.aliased < 0.9 * state:
