@@ -272,7 +272,7 @@ def gather(
     return jax.tree_util.tree_map_with_path(of_leaf, params, specs)
 
 
-def gatheroutside(specs: PyTree, dtype: Any) -> Callable[[PyTree], PyTree]:
+def gather_outside(specs: PyTree, dtype: Any) -> Callable[[PyTree], PyTree]:
     """Returns the hook that gathers what belongs to no layer: embeddings, last norm, head."""
     return outside(specs, lambda params, specs: gather(params, specs, dtype))
 
@@ -368,7 +368,7 @@ def hooks(share: Share) -> Hooks:
         specs = of_layer(share.params, model.scan_layers)
         scanned = model.scan_layers and model.num_layers > 1  # XLA unrolls a loop of one
         layer = gather_layers(specs, model.dtype, again=again, scanned=scanned)
-        return Hooks(layer=layer, params=gatheroutside(share.params, model.dtype))
+        return Hooks(layer=layer, params=gather_outside(share.params, model.dtype))
     return Hooks()
 
 

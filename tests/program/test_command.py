@@ -60,7 +60,7 @@ def test_the_list_of_commands_names_them_all():
     listed = set(re.findall(r"^python -m course_lib\.(\w+)", course_lib.__main__.__doc__, re.M))
     folder = pathlib.Path(course_lib.__file__).parent
     programs = [*folder.glob("*.py"), *folder.glob("*/__main__.py")]
-    runs = {p for p in programs if "sys.exit(main())" in p.read_text()}
+    runs = {p for p in programs if "sys.exit(extras.exit_code(main))" in p.read_text()}
     assert listed == {(p.parent if p.stem == "__main__" else p).stem for p in runs}
 
 
