@@ -733,8 +733,6 @@ def keeps_its_moments(config):
 
 
 CHEATS = {
-    "first positions": (make_step(of_the_first_positions), "get another gradient"),
-    "a tail": (make_step(cuts_a_tail), "4 get another gradient"),
     "moments": (keeps_its_moments, "returns an array of the old state"),
     "six layers": (make_step(of_six_layers), "10% fewer FLOPs"),
     "traced only": (only_traces, "XLA drops what no result needs: the rest has 67% fewer"),

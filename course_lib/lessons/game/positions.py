@@ -26,8 +26,8 @@ scale, as in the real step, whose vocabulary is larger.
 
 TOLERANCES = {
     "columns of the output matrix": 0.9,
-    "tokens of the vocabulary": 0.25,
     "positions of a real sequence": 0.25,
+    "tokens of the vocabulary": 0.25,
 }
 """The largest accepted difference of one row's gradient, as a share of its norm.
 
@@ -117,5 +117,5 @@ def start() -> tuple[Any, Any, dict[str, np.ndarray]]:
 
 
 def _rows(tree: Any) -> dict[str, np.ndarray]:
-    arrays = tree["output"].T, tree["tokens"], tree["positions"]
+    arrays = tree["output"].T, tree["positions"], tree["tokens"]
     return {n: np.asarray(a, np.float64) for n, a in zip(TOLERANCES, arrays, strict=True)}
