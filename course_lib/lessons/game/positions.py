@@ -68,12 +68,15 @@ def gradient(make_step: Any, setup: Setup = FIRST) -> tuple[dict[str, np.ndarray
 
 def check_rows(yours: dict[str, np.ndarray], dtype: str) -> None:
     """Raises WrongAnswer unless each row of a gradient is right. `dtype` is of the products."""
+    question = (
+        f"Do your pieces divide {LONG.length:,} positions and {LONG.vocabulary:,} tokens of the"
+        " vocabulary, or does a tile see other keys?"
+    )
+    if dtype == "float16":
+        question = "In float16, small gradients vanish without a loss scale (notebook 1)."
     for name, right in start()[2].items():
         off, size = (np.linalg.norm(a, axis=1) for a in (yours[name] - right, right))
         wrong = ~(off <= TOLERANCES[name] * size)
-        question = f"Do your pieces divide {len(right):,}, or does a tile see other keys?"
-        if dtype == "float16":
-            question = "In float16, small gradients vanish without a loss scale (notebook 1)."
         require(
             not wrong.any(),
             f"Of the {len(right):,} {name}, {wrong.sum():,} get another gradient than in the"
