@@ -28,8 +28,6 @@ from course_lib.measure import hardware, virtual
 from course_lib.models import attention
 from course_lib.program import loop, room, settings
 
-# docs/backtest.md, and tests/planner/test_course.py
-
 
 @dataclasses.dataclass(frozen=True)
 class DryRun:
@@ -190,6 +188,7 @@ def _suggest(config: ConfigDict, cluster: Cluster) -> tuple[dict[str, Any], str]
             f" {_mesh(each.axes)}",
             f"  {flags or 'as it is'}",
         ]
+    # docs/backtest.md, and tests/planner/test_course.py
     tie = f"closer than {planner.LAYOUT_ERROR:.0%} is a tie, memory is within a fifth"
     return changes[0], f"\n{'':21}".join([f"layouts to try, by formulas: {tie}", *lines])
 

@@ -28,6 +28,7 @@ from course_lib.many_devices import meshes
 from course_lib.many_devices.options import Strategy
 from course_lib.many_devices.pipeline_parallel import V_SHAPED
 from course_lib.measure import hardware
+from course_lib.models import attention
 from course_lib.program import journal
 
 NON_FINITE = ("stop", "skip")
@@ -99,13 +100,18 @@ def check(config: ConfigDict) -> None:
 
 def fast_on_cpu(config: ConfigDict, chosen: Collection[str] = ()) -> None:
     """Sets the fields that make steps faster on a CPU, except those in `chosen`. Numbers change
-    by rounding. Axes other than "data" have products and attention of their own.
+    by rounding. Axes other than "data" and `by="types"` have products of their own, and longer
+    sequences would have too many blocks to compile.
     """
-    if all(config.mesh[axis] == 1 for axis in meshes.AXES if axis != "data"):
-        if "model.flat_products" not in chosen:
-            config.model.flat_products = True
-        if "model.attention" not in chosen and config.model.attention == "reference":
-            config.model.attention = "blocks"
+    if config.strategy.by == "types" or any(
+        config.mesh[axis] > 1 for axis in meshes.AXES if axis != "data"
+    ):
+        return
+    if "model.flat_products" not in chosen:
+        config.model.flat_products = True
+    short = config.data.seq_len <= 16 * attention.BLOCK
+    if short and "model.attention" not in chosen and config.model.attention == "reference":
+        config.model.attention = "blocks"
 
 
 def described() -> str:

@@ -224,7 +224,7 @@ WRONG = {
     "no model": (returned(lambda state: (state, 0.0)), "multiplies no matrices"),
     "half of the batch": (
         make_step(lambda params, batch: game.loss(params, batch[:8])),
-        "8 do not count (the first of them is number 8",
+        "8 of the 16 sequences of the batch do not count (the first of them is number 8",
     ),
     "old optimizer state": (
         knowing(update_of=lambda _: keeps_old_state),
@@ -266,9 +266,9 @@ WRONG_GRADIENTS = {
     "3.28e+04 times too large. Divide": lambda g, each, m: 2**15 * g,
     "0.25 times the right ones. Is something divid": lambda g, each, m: g / 4,
     "0.97 times the right ones. Is a sum divided by": lambda g, each, m: 32 / 33 * g,
-    "8 do not count (the first of": lambda g, each, m: each[:8].mean(0),
-    "12 do not count (the first o": lambda g, each, m: each[12:].sum(0),
-    "4 do not count (the first of them is n": lambda g, each, m: each[:12].mean(0),
+    "8 of the 16 sequences of the batch do not count": lambda g, each, m: each[:8].mean(0),
+    "12 of the 16 sequences of the batch do not count": lambda g, each, m: each[12:].sum(0),
+    "4 of the 16 sequences of the batch do not count": lambda g, each, m: each[:12].mean(0),
     "count alike; yours count 0.67 to 2 times": lambda g, each, m: (
         (each[:4].mean(0) + each[4:].mean(0)) / 2
     ),
@@ -309,9 +309,9 @@ def test_a_layer_without_a_gradient_is_named():
 # At the real length: wrong rows of the right gradient, and steps.
 
 WRONG_ROWS = {
-    "Of the 1,153 columns of the output matrix, 129 get another": ("columns", 1024, 0),
-    "Of the 1,153 tokens of the vocabulary, 1 get another": ("tokens", 1152, 0),
-    "Of the 1,024 positions of a real sequence, 4 get another": ("positions", 1020, 0.7),
+    "129 of the 1,153 columns of the output matrix get another": ("columns", 1024, 0),
+    "1 of the 1,153 tokens of the vocabulary get another": ("tokens", 1152, 0),
+    "4 of the 1,024 positions of a real sequence get another": ("positions", 1020, 0.7),
 }
 
 
@@ -377,7 +377,7 @@ def leaves_out_columns(params, batch):
 
 
 WRONG_AT_THE_REAL_LENGTH = {
-    "Of the 1,153 columns of the output matrix, 130 get another": half(leaves_out_columns),
+    "130 of the 1,153 columns of the output matrix get another": half(leaves_out_columns),
     "or does a tile see other keys": half(windowed),
     "vanish without a loss scale": half(game.loss, jnp.float16),
 }

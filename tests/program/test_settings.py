@@ -165,6 +165,8 @@ def test_a_run_may_begin_to_leave_updates_out_but_not_end_to():
         ({}, (True, "blocks")),
         ({"mesh.tensor": 2}, (False, "reference")),  # has products of its own
         ({"mesh.context": 2}, (False, "reference")),  # has attention of its own
+        ({"strategy.by": "types"}, (False, "reference")),  # refuses flat products
+        ({"data.seq_len": 2048, "model.max_seq_len": 2048}, (True, "reference")),
         ({"model.attention": "xla"}, (True, "xla")),
         ({"model.flat_products": False}, (False, "blocks")),
         ({"model.attention": "reference"}, (True, "reference")),

@@ -19,9 +19,9 @@ LONG = model.Config(
 """No matrix has the shape of another array of a step, and the vocabulary is a prime number."""
 
 FACTORS = {"tokens": 0.03, "positions": 0.03, "output": 0.001}
-"""Of `model.init`'s arrays. With small embeddings most of a gradient comes through attention,
-from other positions. With a small output matrix gradients vanish in float16 without a loss
-scale, as in the real step, whose vocabulary is larger.
+"""Factors on `model.init`'s arrays. With small embeddings most of a gradient comes through
+attention, from other positions. With a small output matrix gradients vanish in float16 without
+a loss scale, as in the real step, whose vocabulary is larger.
 """
 
 TOLERANCES = {
@@ -37,9 +37,10 @@ without its label, and most rows in float16 without a loss scale, 1 and more.
 """
 
 MOST_TERMS = 64
-"""Of a sum in 16 bits. Rounded each time, n random numbers add up in bfloat16 with an error of
-0.0012 sqrt(n) of their sum (measured): 0.005 for 16, 0.010 for 64, less than all of a right
-step in bfloat16; 0.026 for the 512 pieces of 32 tokens of a real batch.
+"""The longest sum in 16 bits that passes. Rounded each time, n random numbers add up in
+bfloat16 with an error of 0.0012 sqrt(n) of their sum (measured): 0.005 for 16, 0.010 for 64,
+less than all of a right step in bfloat16; 0.026 for the 512 pieces of 32 tokens of a real
+batch.
 """
 
 
@@ -79,7 +80,7 @@ def check_rows(yours: dict[str, np.ndarray], dtype: str) -> None:
         wrong = ~(off <= TOLERANCES[name] * size)
         require(
             not wrong.any(),
-            f"Of the {len(right):,} {name}, {wrong.sum():,} get another gradient than in the"
+            f"{wrong.sum():,} of the {len(right):,} {name} get another gradient than in the"
             f" first step; the first is number {wrong.argmax()}, from 0. {question}",
         )
 

@@ -173,7 +173,7 @@ def _explain_batch(counts: np.ndarray, momentum: float, rest: float) -> str | No
         ),
         (
             missing.size > 0,
-            f"Of the {len(counts)} sequences of the batch, {missing.size} do not count (the"
+            f"{missing.size} of the {len(counts)} sequences of the batch do not count (the"
             f" first of them is number {first}, from 0). Does every minibatch add its gradient"
             " to the sum?",
         ),
