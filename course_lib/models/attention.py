@@ -28,12 +28,15 @@ class Implementation(NamedTuple):
     fused: bool = False  # one kernel, which never stores the scores
     on_mesh: bool = True  # whether a compiler knows how to divide it over devices
     along_length: bool = False  # also along the sequence
+    block: int = 0  # causal queries that attend at once, to the keys that they see; 0: to all
 
 
+# Queries per block of "blocks". On average it skips half of the keys, less half a block.
+BLOCK = 64
 IMPLEMENTATIONS = {
     "reference": Implementation(written_out=True, along_length=True),
     # like reference, for one block of queries at a time, without the keys after it
-    "blocks": Implementation(written_out=True),
+    "blocks": Implementation(written_out=True, block=BLOCK),
     # jax.nn.dot_product_attention, left to XLA
     "xla": Implementation(along_length=True),
     # flash attention of NVIDIA's cuDNN, through jax.nn.dot_product_attention
@@ -41,9 +44,6 @@ IMPLEMENTATIONS = {
     # notebook 16's: a kernel on NVIDIA GPUs, the same tiles in JAX elsewhere
     "flash": Implementation(fused=True, on_mesh=False),
 }
-
-# Queries per block of "blocks". On average it skips half of the keys, less half a block.
-BLOCK = 64
 
 
 def why_unavailable(

@@ -105,6 +105,7 @@ def shape_of(config: ConfigDict) -> Shape:
         experts_per_token=model.experts_per_token if model.num_experts else 0,
         tied=model.tied_embeddings,
         parallel=model.parallel_block,
+        window=model.window,
     )
 
 
@@ -122,6 +123,7 @@ def plan_of(config: ConfigDict, axes: Mapping[str, int], strategy: Strategy) -> 
         zero=0 if sharded else strategy.zero,
         recompute=_recomputed(model, strategy),
         fused_attention=IMPLEMENTATIONS[model.attention].fused,
+        attention_block=IMPLEMENTATIONS[model.attention].block if model.causal_mask else 0,
         sequence_parallel=strategy.sequence,
         tensor_overlap=strategy.overlap != "none",
         sums_each_microbatch=stored,

@@ -122,7 +122,7 @@ def compiled(step: Step, model: ConfigDict) -> Kept:
         hidden = shape.slots * (hidden + 2 * D + masks)
     # Fused kernels and rings keep no scores.
     fused = plan.fused_attention or plan.size("context") > 1
-    scores = 0 if fused else shape.heads * shape.seq_len
+    scores = 0 if fused else shape.heads * step.keys
     heads = 2 * shape.heads * shape.head_dim + 2 * shape.kv_width
     # A norm keeps three arrays in float32, and its output, undivided; attention keeps its
     # softmax, and a narrow copy of it.

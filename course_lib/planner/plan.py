@@ -79,6 +79,7 @@ class Shape(Checked):
     tied: bool = option(False)  # whether the output layer is the embedding
     # whether attention and MLP stand side by side, which halves traffic along "tensor"
     parallel: bool = option(False)
+    window: int = option(0)  # positions that a token sees, its own the last; 0: all
 
     def _errors(self) -> Iterator[str]:
         if self.kv_heads and self.heads % self.kv_heads:
@@ -116,6 +117,14 @@ class Shape(Checked):
         return self.layers * self.layer + (1 if self.tied else 2) * self.vocab * self.width
 
     @property
+    def keys(self) -> float:
+        """Keys that count per query: all, or with a window the same share of them as of the
+        pairs of a query and a key that it sees.
+        """
+        length, window = self.seq_len, min(self.window or self.seq_len, self.seq_len)
+        return window * (2 * length - window + 1) / (length + 1)
+
+    @property
     def flops(self) -> float:
         """FLOPs per token, forward and backward, of the products that the model needs.
 
@@ -123,7 +132,7 @@ class Shape(Checked):
         runs at half the rate of other products.
         """
         layer = 2 * (self.attention + (self.experts_per_token or self.slots) * self.expert)
-        scores = 4 * self.seq_len * self.heads * self.head_dim
+        scores = 4 * self.keys * self.heads * self.head_dim
         return 3.0 * (self.layers * (layer + scores) + 2 * self.vocab * self.width)
 
 
@@ -143,6 +152,8 @@ class Plan(Checked):
         1.0, Rule(lambda x: 0 <= x <= 1, "be from 0 to 1")
     )  # of the layers; others keep all
     fused_attention: bool = option(True)  # scores stay on the chip (FlashAttention)
+    # unfused: queries that attend at once, to the keys that they see; 0: all, to all keys
+    attention_block: int = option(0)
     eager: bool = option(False)  # each elementwise operation is a kernel of its own
     sequence_parallel: bool = option(False)  # "tensor" divides norms and residuals
     # rings hide most traffic along "tensor" behind products
@@ -310,6 +321,21 @@ class Step:
     def stage_layers(self) -> float:
         """Layers of a pipeline stage, whole or not."""
         return self.shape.layers / self.plan.size("pipe")
+
+    @functools.cached_property
+    def keys(self) -> float:
+        """Keys whose scores are computed per query, on average. A ring, which knows no windows,
+        leaves out parts in which each token would look ahead.
+        """
+        shape, n, block = self.shape, self.plan.size("context"), self.plan.attention_block
+        if self.plan.fused_attention:
+            return shape.keys
+        length, window = shape.seq_len, shape.window or shape.seq_len
+        if n > 1 or not block:
+            return length * (1.0 if n == 1 else (2 * n + 1) / (4 * n))
+        blocks = ((start, min(start + block, length)) for start in range(0, length, block))
+        scores = sum((end - i) * (end - max(0, i - window + 1)) for i, end in blocks)
+        return scores / length
 
     @functools.cached_property
     def recomputed(self) -> Recomputed:

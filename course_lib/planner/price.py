@@ -82,16 +82,15 @@ class Work(NamedTuple):
 
 
 def core(step: Step) -> Work:
-    """Attention's scores, softmax and mean of values, forward. A ring leaves out parts in which
-    each token would look ahead. On the chip, queries, keys, values and results move; in memory
-    a score moves 13 bytes: score, softmax and what dropout leaves of it, written and read in 16
-    bits, and a mask. A fused kernel counts in full (`Shape.flops`).
+    """Attention's scores, softmax and mean of values, forward. On the chip, queries, keys,
+    values and results move; in memory a score moves 13 bytes: score, softmax and what dropout
+    leaves of it, written and read in 16 bits, and a mask. A fused kernel counts the keys of
+    `Shape.flops`.
     """
-    shape, plan, n = step.shape, step.plan, step.plan.size("context")
+    shape, plan = step.shape, step.plan
     each = step.tokens * shape.heads / plan.size("tensor")
-    seen = shape.seq_len * (1 if n == 1 or plan.fused_attention else (2 * n + 1) / (4 * n))
-    moved = 8 * shape.head_dim if plan.fused_attention else 13 * seen
-    return Work(4 * each * seen * shape.head_dim, 0.0, each * moved)
+    moved = 8 * shape.head_dim if plan.fused_attention else 13 * step.keys
+    return Work(4 * each * step.keys * shape.head_dim, 0.0, each * moved)
 
 
 def work(step: Step) -> dict[str, Work]:

@@ -1,5 +1,7 @@
 """Formulas predict what compiled steps of this course hold and send."""
 
+import dataclasses
+import functools
 import itertools
 import math
 
@@ -15,7 +17,8 @@ from course_lib.many_devices.pipeline_parallel import schedules, slots
 from course_lib.many_devices.strategies import Strategy
 from course_lib.measure import hardware, virtual
 from course_lib.one_device import gradient_accumulation
-from course_lib.planner import price
+from course_lib.planner import Plan, price
+from course_lib.smaller_and_faster import flash_attention
 
 H100 = hardware.get("h100")
 BLOCK = {"model.remat": ("Block",)}
@@ -155,6 +158,47 @@ def test_the_flops_of_the_sizes_are_those_that_are_counted():
             assert shape.flops * tokens < counted
         else:
             assert shape.flops * tokens == counted
+
+
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("attention", ["reference", "blocks"])
+def test_the_priced_flops_of_attention_are_those_that_are_computed(attention, window):
+    """With masked scores, which "reference" computes and "blocks" does not."""
+    whole = small({"data.seq_len": 300, "model.max_seq_len": 300, "model.window": window})
+    whole.model.attention = attention
+    run = training.build(whole)
+    state, batch = run.abstract()
+    counted = measure.flops(
+        gradient_accumulation.gradient(run.loss_fn), state.params, batch, None
+    )
+    step = planner.step(whole, {"data": 1})
+    work, core = price.work(step), price.core(step)
+    layer = work["forward"].flops + work["backward"].flops
+    expected = whole.model.num_layers * layer + work["head"].flops
+    assert expected == sum(counted.total.values())
+    # for each score
+    assert core.bytes / 13 == pytest.approx(core.flops / (4 * whole.model.head_dim))
+
+
+@pytest.mark.parametrize("window", [1, 64, 100, 700])
+def test_a_kernel_is_priced_by_the_share_of_its_tiles_that_a_window_leaves(window):
+    """A tile counts as a whole, so a kernel computes a bit more than the window."""
+    shape = planner.Shape(1, 64, 4, 64, 256, 100, seq_len=1024, window=window)
+    arrays = [jax.ShapeDtypeStruct((1, 1024, 4, 64), "bfloat16")] * 3
+    attend = flash_attention.attend
+
+    def computed(window):
+        found = measure.flops(functools.partial(attend, window=window), *arrays)
+        return sum(found.total.values())
+
+    def priced(window):
+        changed = dataclasses.replace(shape, window=window)
+        return price.core(planner.step(changed, Plan({"data": 1}, 1))).flops
+
+    tile = flash_attention.tile_for(64, "bfloat16")
+    share = computed(window) / computed(None)
+    assert priced(window) < share * priced(0) <= priced(window + 2 * tile)
+    assert priced(0) == priced(1024) == priced(5000)
 
 
 @pytest.mark.parametrize("changes", [{}, {"model.num_kv_heads": 2}, EXPERTS, LLAMA])
