@@ -159,6 +159,8 @@ def check(
 def _not_like(value: Any, example: Any) -> str:
     """Returns what a value must be to be of the kind of an example; "" if it is."""
     kind = type(example)
+    if type(value) is kind and kind in (int, bool, str):
+        return ""
     types = {float: (float, int), tuple: (tuple, list)}.get(kind, kind)
     if isinstance(value, bool) != (kind is bool) or not isinstance(value, types):
         return f"be of type {kind.__name__}, as in {example!r}"

@@ -26,8 +26,10 @@ its own, which send only B (n-r)/n over the network, as the scaling book counts
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -155,15 +157,16 @@ def shift(group: Group, size: int | float) -> float:
 
 @functools.cache
 def _placed(
-    axes: tuple[tuple[str, int], ...], over: tuple[str, ...], per_switch: int, per_host: int
+    axes: tuple[tuple[bool, int], ...], per_switch: int, per_host: int
 ) -> tuple[int, int, int]:
     """Returns the ranks of each group, those behind one switch, and its hosts. Groups may lie
-    differently: the worst counts, since a step waits for all. Arguments as for `Cluster.group`.
+    differently: the worst counts, since a step waits for all. `axes`: whether a group is along
+    each axis, and its size.
     """
-    names, sizes = zip(*axes, strict=True) if axes else ((), ())
+    along, sizes = zip(*axes, strict=True) if axes else ((), ())
     numbers = np.arange(math.prod(sizes)).reshape(sizes)
-    members = numbers[tuple(slice(None) if axis in over else 0 for axis in names)].ravel()
-    firsts = numbers[tuple(0 if axis in over else slice(None) for axis in names)].ravel()
+    members = numbers[tuple(slice(None) if inside else 0 for inside in along)].ravel()
+    firsts = numbers[tuple(0 if inside else slice(None) for inside in along)].ravel()
     # Groups that begin at the same place of a host lie alike.
     begins = np.unique(firsts % math.lcm(per_switch, per_host))
     switches, hosts = ((members + begins[:, None]) // size for size in (per_switch, per_host))
@@ -252,6 +255,9 @@ class Cluster(Checked):
             neighbouring numbers.
           over: the axis or axes. An axis of `AXES` that is not in `axes` has size 1.
         """
+        asked = tuple(axes.items()), over if isinstance(over, str) else tuple(over)
+        if asked in self._groups:
+            return self._groups[asked]
         if math.prod(axes.values()) != self.count:
             raise ValueError(
                 f"axes={dict(axes)} must multiply to the {self.count} accelerators of the"
@@ -261,20 +267,18 @@ class Cluster(Checked):
         unknown = sorted(set(over) - set(AXES) - set(axes))
         if not over or unknown:
             raise ValueError(f"over={over} must name axes of {AXES}, not {unknown}")
-        asked = tuple(axes.items()), over
-        if asked not in self._groups:
-            place = self._on_torus if self.accelerator.platform == "tpu" else self._on_hosts
-            self._groups[asked] = place(axes, over)
-        return self._groups[asked]
+        place = self._on_torus if self.accelerator.platform == "tpu" else self._on_hosts
+        return self._groups.setdefault(asked, place(axes, over))
 
     @functools.cached_property
-    def _groups(self) -> dict[tuple[tuple[tuple[str, int], ...], tuple[str, ...]], Group]:
+    def _groups(self) -> dict[Any, Group]:
         return {}  # a search asks for the same groups thousands of times
 
     def _on_hosts(self, axes: Mapping[str, int], over: tuple[str, ...]) -> Group:
-        ranks, behind_switch, hosts = _placed(
-            tuple(axes.items()), over, self.per_switch, self.per_host
-        )
+        # Axes beside each other that are both in the group, or both not, are like one.
+        along = itertools.groupby(axes.items(), key=lambda axis: axis[0] in over)
+        sizes = ((inside, math.prod(n for _, n in items)) for inside, items in along)
+        ranks, behind_switch, hosts = _placed(tuple(sizes), self.per_switch, self.per_host)
         inside, outside = self.accelerator.link_bandwidth, self.network
         crosses = ranks > behind_switch
         if crosses and outside is None:

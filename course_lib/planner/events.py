@@ -187,14 +187,18 @@ def muon(step: Step) -> Iterator[Event]:
         yield Event("all_to_all", (axis,), 4 * cut, 2 if axis == "data" else step.plan.muon)
 
 
-STRATEGIES = (context, tensor, expert, fsdp, data, pipe, muon)
-"""In the order in which their events take computing to hide behind."""
+STRATEGIES = {context: "context", tensor: "tensor", expert: "expert", fsdp: "fsdp"}
+STRATEGIES |= {data: "", pipe: "pipe", muon: ""}
+"""In the order in which their events take computing to hide behind; each with the axis along
+which all of its events are."""
 
 
 def events(step: Step) -> list[Event]:
     """Lists everything that a device sends in a step."""
-    found = (event for strategy in STRATEGIES for event in strategy(step))
-    return [x for x in found if x.kind and x.bytes and x.times and _ranks(step, x.axes) > 1]
+    sizes = {axis for axis, size in step.plan.axes.items() if size > 1} | {""}
+    used = (strategy for strategy, axis in STRATEGIES.items() if axis in sizes)
+    found = (event for strategy in used for event in strategy(step))
+    return [x for x in found if x.kind and x.bytes and x.times and sizes.intersection(x.axes)]
 
 
 def _ranks(step: Step, axes: Sequence[str]) -> int:

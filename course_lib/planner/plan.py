@@ -219,17 +219,17 @@ class Plan(Checked):
         """Returns the number of devices along an axis, 1 if there is no such axis."""
         return self.axes.get(axis, 1)
 
-    @property
+    @functools.cached_property
     def eight_bit(self) -> bool:
         """Whether products with weights have eight-bit operands."""
         return jnp.dtype(self.dtype).itemsize == 1
 
-    @property
+    @functools.cached_property
     def replicas(self) -> int:
         """The number of groups of devices that compute different sequences."""
         return self.size("data") * self.size("fsdp") * self.size("expert")
 
-    @property
+    @functools.cached_property
     def microbatches(self) -> int:
         """Microbatches per replica and step."""
         return self.batch // self.replicas // self.microbatch

@@ -182,8 +182,14 @@ class Breakdown:
 class Exposure:
     """Exposed and hidden seconds by axis, and seconds of computing that hide nothing yet."""
 
-    def __init__(self, plan: Plan, cluster: Cluster, free: dict[str, float]) -> None:
-        self.plan, self.cluster, self.rooms = plan, cluster, rooms()
+    def __init__(
+        self,
+        plan: Plan,
+        cluster: Cluster,
+        rooms: Mapping[str, tuple[float, float]],
+        free: Mapping[str, float],
+    ) -> None:
+        self.plan, self.cluster, self.rooms = plan, cluster, rooms
         self.free = {room: max(0.0, seconds) for room, seconds in free.items()}
         self.exposed, self.hidden = dict.fromkeys(AXES, 0.0), dict.fromkeys(AXES, 0.0)
 
@@ -242,7 +248,8 @@ def seconds(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
         "weights": computing(works["weights"]),
     }
     free["embedding"] = {}
-    passes = {part: Exposure(plan, cluster, each) for part, each in free.items()}
+    shares = rooms()
+    passes = {part: Exposure(plan, cluster, shares, each) for part, each in free.items()}
     for event in found:
         if event.part != "step":
             passes[event.part].take(event, event.times)
@@ -264,6 +271,7 @@ def seconds(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
     whole = Exposure(
         plan,
         cluster,
+        shares,
         {
             "parameters": beside * layers * unused["forward"],
             "gradients": beside * layers * unused["backward"],

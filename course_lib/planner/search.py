@@ -213,13 +213,13 @@ class Frameworks(Checked):
                 )
                 | dict(self.software),
             )
-            least = self._recomputing_least(plan, cluster)
-            if least is not None:
-                yield layout(self.shape, least, cluster)
+            for least, size in self._recomputing_least(plan, cluster):
+                yield Layout(least, price.seconds(self.shape, least, cluster), size)
                 if "pipe" not in axes and least.recompute == self.recompute[0]:
                     return  # without a pipeline, smaller microbatches only make room
 
-    def _recomputing_least(self, plan: Plan, cluster: Cluster) -> Plan | None:
+    def _recomputing_least(self, plan: Plan, cluster: Cluster) -> Iterator[tuple[Plan, float]]:
+        """Yields the plan, if one fits, and its bytes."""
         room = CAPACITY_SHARE * cluster.accelerator.memory_bytes
         held = memory.recomputing(Step(self.shape, plan))
         layers = max(self.shape.layers // plan.size("pipe"), 1)
@@ -230,12 +230,13 @@ class Frameworks(Checked):
         for what in self.recompute:
             if size(what, layers) <= room:
                 # The more layers recompute, the less memory the plan takes.
-                few = layers
                 if what != "none":
                     counts = range(layers)
                     few = bisect.bisect_left(counts, -room, lo=1, key=lambda n: -size(what, n))
-                return dataclasses.replace(plan, recompute=what, recompute_share=few / layers)
-        return None
+                    share = few / layers
+                    plan = dataclasses.replace(plan, recompute=what, recompute_share=share)
+                yield plan, sum(held(plan.recompute, plan.recompute_share).values())
+                return
 
 
 def ranked(space: Course | Frameworks, cluster: Cluster) -> list[Any]:
