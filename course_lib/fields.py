@@ -62,6 +62,11 @@ class Field:
         known = tuple(self.given)
         return Rule(lambda x: x in known, f"be one of {known}")
 
+    def must(self, value: Any) -> str:
+        """Returns what a value must be; "" if it is."""
+        wrong = _not_like(value, self.default)
+        return wrong or ("" if not self.rule or self.rule.holds(value) else self.rule.must)
+
 
 Rounding = functools.partial(Field, resumed=ROUNDING)
 Free = functools.partial(Field, resumed=FREE)
@@ -91,12 +96,9 @@ class Checked:
     """A dataclass with such fields, and with rules for several of them together."""
 
     def __post_init__(self) -> None:
-        table = of_class(type(self))  # type: ignore[arg-type]
-        check(
-            {name: getattr(self, name) for name in table},
-            {name: field.default for name, field in table.items()},
-            table,
-        )
+        for name, field in of_class(type(self)).items():  # type: ignore[arg-type]
+            if must := field.must(value := getattr(self, name)):
+                raise ValueError(f"{name}={shortened(repr(value))} must {must}")
         arguments.refuse(self._errors())
 
     def _errors(self) -> Iterator[str]:
@@ -143,10 +145,7 @@ def check(
             raise ValueError(f"{field} must be given: start from a preset, configs.get('155m')")
         value = config[name]
         if not isinstance(example, ConfigDict):
-            rule = fields[field].rule if field in fields else None
-            must = _not_like(value, example) or (
-                "" if not rule or rule.holds(value) else rule.must
-            )
+            must = fields[field].must(value) if field in fields else _not_like(value, example)
         elif isinstance(value, ConfigDict | FrozenConfigDict | Mapping):
             check(value, example, fields, f"{field}.", may_lack=may_lack)
             continue

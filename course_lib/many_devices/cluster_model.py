@@ -277,8 +277,10 @@ class Cluster(Checked):
     def _on_hosts(self, axes: Mapping[str, int], over: tuple[str, ...]) -> Group:
         # Axes beside each other that are both in the group, or both not, are like one.
         along = itertools.groupby(axes.items(), key=lambda axis: axis[0] in over)
-        sizes = ((inside, math.prod(n for _, n in items)) for inside, items in along)
-        ranks, behind_switch, hosts = _placed(tuple(sizes), self.per_switch, self.per_host)
+        sizes = tuple((inside, math.prod(n for _, n in items)) for inside, items in along)
+        if sizes in self._groups:
+            return self._groups[sizes]
+        ranks, behind_switch, hosts = _placed(sizes, self.per_switch, self.per_host)
         inside, outside = self.accelerator.link_bandwidth, self.network
         crosses = ranks > behind_switch
         if crosses and outside is None:
@@ -307,7 +309,8 @@ class Cluster(Checked):
                 hop=hop,
                 step=self.ring_latency if crosses else 0.0,
             )
-        return dataclasses.replace(group, adds_in_switch=self.adds_in_switch, ideal=self.ideal)
+        group = dataclasses.replace(group, adds_in_switch=self.adds_in_switch, ideal=self.ideal)
+        return self._groups.setdefault(sizes, group)
 
     def _on_torus(self, axes: Mapping[str, int], over: tuple[str, ...]) -> Group:
         """Returns a group of TPUs: one ring through each chip, or two for an axis over two

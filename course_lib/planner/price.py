@@ -207,8 +207,9 @@ class Exposure:
         room = "layer" if event.beside == "products" else event.beside
         beside = min(share * total, max(0.0, self.free.get(room, 0.0)))
         # Each second of computing hides one event. All other rooms of a layer are parts of it.
-        for name in {room, "layer"} & set(self.free):
-            self.free[name] -= beside
+        for name in {room, "layer"} if beside else ():
+            if name in self.free:
+                self.free[name] -= beside
         axis = event.axes[0]
         if axis == "fsdp" or (event.part == "step" and axis in ("context", "expert")):
             axis = "data"
