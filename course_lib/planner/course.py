@@ -322,13 +322,15 @@ def fastest(step: Step, orders: Sequence[Mapping[str, int]], cluster: Cluster) -
     """Estimates a step with the order of its axes that is the fastest; the first one of equals.
     The order changes neither what a device holds nor what it sends.
     """
-    plans = [
-        step.like(axes={"fsdp" if a not in step.plan.axes else a: order[a] for a in order}).plan
+    plan, alone = step.plan, step.like(data_overlap=False).plan
+    as_planned = [
+        {axis if axis in plan.axes else "fsdp": order[axis] for axis in order}
         for order in orders
     ]
-    times = [price.seconds(step.shape, plan, cluster) for plan in plans]
+    priced = price.Priced(step.shape, plan, cluster)
+    times = [priced.seconds(axes) for axes in as_planned]
     best = min(range(len(orders)), key=lambda index: times[index].total)
-    bytes_held, alone = held(step), dataclasses.replace(plans[best], data_overlap=False)
+    bytes_held = held(step)
     return Estimate(
         dict(orders[best]),
         step.program.strategy,
@@ -336,7 +338,7 @@ def fastest(step: Step, orders: Sequence[Mapping[str, int]], cluster: Cluster) -
         bytes_held,
         events.sent(step),
         times[best],
-        price.seconds(step.shape, alone, cluster),
+        price.Priced(step.shape, alone, cluster).seconds(as_planned[best]),
         sum(bytes_held.values()) <= cluster.accelerator.memory_bytes,
     )
 

@@ -24,8 +24,9 @@ eight published steps on TPUs are predicted 22% too long, or more.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -71,6 +72,9 @@ def rooms() -> dict[str, tuple[float, float]]:
         "parameters": (bucket, OVERLAP_COST),  # forward passes of the first one
         "steady": (1.0, OVERLAP_COST),  # other chunks, between a pipeline's begin and end
     }
+
+
+LASTS = ("forward", "backward", "head")  # passes that compute
 
 
 class Work(NamedTuple):
@@ -184,20 +188,13 @@ class Exposure:
 
     def __init__(
         self,
-        plan: Plan,
-        cluster: Cluster,
-        rooms: Mapping[str, tuple[float, float]],
+        once: Callable[[Event], float],  # seconds of an event that takes place once
+        shares: Mapping[str, tuple[float, float]],  # `rooms`
         free: Mapping[str, float],
     ) -> None:
-        self.plan, self.cluster, self.rooms = plan, cluster, rooms
+        self.once, self.rooms = once, shares
         self.free = {room: max(0.0, seconds) for room, seconds in free.items()}
         self.exposed, self.hidden = dict.fromkeys(AXES, 0.0), dict.fromkeys(AXES, 0.0)
-
-    def once(self, event: Event) -> float:
-        """The seconds of an event that takes place once, by `cluster_model.all_gather` etc."""
-        group = self.cluster.group(self.plan.axes, event.axes)
-        seconds: float = getattr(cluster_model, event.kind)(group, event.bytes)
-        return seconds
 
     def take(self, event: Event, times: int | float, copies: int | float = 1) -> None:
         """Adds an event that takes place `times` beside what its name says; and `copies` of
@@ -219,99 +216,117 @@ class Exposure:
 
 def seconds(shape: Shape, plan: Plan, cluster: Cluster) -> Breakdown:
     """Prices a step. Of any model only the matrices are counted, no norms and no biases."""
-    from course_lib.measure.roofline import peak  # loads the readers of programs, too
+    return Priced(shape, plan, cluster).seconds(plan.axes)
 
-    step = Step(shape, plan)
-    found, works, layers = events(step), work(step), step.stage_layers
-    p, m, v = plan.size("pipe"), plan.microbatches, plan.chunks
-    memory = MEMORY_SHARE * cluster.accelerator.memory_bandwidth
-    dtype = "bfloat16" if plan.eight_bit else plan.dtype
-    rate = cluster.products_share * peak(cluster.accelerator, dtype)
 
-    def products(each: Work) -> float:
-        return (each.flops + each.narrow / EIGHT_BIT_SPEEDUP) / rate
+class Priced:
+    """A step on a cluster, whose seconds depend on the order of the mesh's axes: it decides
+    where the devices of a group are. What they compute and send is the same in every order.
+    """
 
-    def computing(each: Work) -> float:
-        return products(each) + each.bytes / memory
+    def __init__(self, shape: Shape, plan: Plan, cluster: Cluster) -> None:
+        from course_lib.measure.roofline import peak  # loads the readers of programs, too
 
-    # 1. Passes of one layer and of the output layer hide their own events. In a ring, all but
-    # the last step run beside a step's share of the scores: two matmuls, in the backward pass
-    # five.
-    n, scores = plan.size("context"), core(step)
-    matmuls, moved = (n - 1) / n * products(scores), (n - 1) / n * scores.bytes / memory
-    free: dict[str, dict[str, float]] = {
-        part: {"layer": computing(works[part])} for part in ("forward", "backward", "head")
-    }
-    free["forward"]["scores"] = matmuls + moved
-    free["backward"] |= {
-        "scores": 2.5 * matmuls + 2 * moved,
-        "scores again": step.recomputed.qkv * (matmuls + moved),
-        "weights": computing(works["weights"]),
-    }
-    free["embedding"] = {}
-    shares = rooms()
-    passes = {part: Exposure(plan, cluster, shares, each) for part, each in free.items()}
-    for event in found:
-        if event.part != "step":
-            passes[event.part].take(event, event.times)
-    unused = {part: each.free.get("layer", 0.0) for part, each in passes.items()}
-    lasts = {
-        part: computing(works[part]) + sum(passes[part].exposed.values())
-        for part in ("forward", "backward", "head")
-    }
+        self.plan, self.cluster, self.step = plan, cluster, Step(shape, plan)
+        self.events, works = events(self.step), work(self.step)
+        layers, m, p = self.step.stage_layers, plan.microbatches, plan.size("pipe")
+        memory = MEMORY_SHARE * cluster.accelerator.memory_bandwidth
+        dtype = "bfloat16" if plan.eight_bit else plan.dtype
+        rate = cluster.products_share * peak(cluster.accelerator, dtype)
 
-    # 2. The step. Megatron-LM's pipeline sends a chunk's gradients when that chunk's last
-    # microbatch has passed: (v - 1) p passes of a chunk, each 1/v of a stage's, follow the
-    # first chunk's last one (https://github.com/NVIDIA/Megatron-LM,
-    # `forward_backward_pipelining_with_interleaving`). Before, 2 (p - 1 - stage) + (v - 1) p
-    # chunks warm up, and as many empty the pipeline: only between the two, transfers between
-    # stages run beside other chunks.
-    beside = 1.0 if plan.schedule is not None else (1 + (v - 1) * p) / v
-    steady = max(0.0, 1 - (p - 1 + (v - 1) * p) / (m * v))
-    microbatch = layers * (unused["forward"] + unused["backward"]) + unused["head"] / p
-    whole = Exposure(
-        plan,
-        cluster,
-        shares,
-        {
+        def products(each: Work) -> float:
+            return (each.flops + each.narrow / EIGHT_BIT_SPEEDUP) / rate
+
+        def computing(each: Work) -> float:
+            return products(each) + each.bytes / memory
+
+        # Passes of one layer and of the output layer hide their own events. In a ring, all but
+        # the last step run beside a step's share of the scores: two matmuls, in the backward
+        # pass five.
+        n, scores = plan.size("context"), core(self.step)
+        matmuls, moved = (n - 1) / n * products(scores), (n - 1) / n * scores.bytes / memory
+        self.weights = computing(works["weights"])
+        self.computing = {part: computing(works[part]) for part in LASTS}
+        self.free = {part: {"layer": each} for part, each in self.computing.items()}
+        self.free["forward"]["scores"] = matmuls + moved
+        self.free["backward"] |= {
+            "scores": 2.5 * matmuls + 2 * moved,
+            "scores again": self.step.recomputed.qkv * (matmuls + moved),
+            "weights": self.weights,
+        }
+        self.free["embedding"] = {}
+        # Muon's float32 products run on the units that `peak` says.
+        muon_seconds = muon_flops(self.step) / cluster.products_share
+        muon_seconds /= peak(cluster.accelerator, "float32")
+        self.count = {
+            "forward": m * layers,
+            "backward": m * layers,
+            "head": m / p,
+            "embedding": m,
+        }
+        count = self.count
+        self.parts = {
+            "products": sum(count[part] * products(works[part]) for part in LASTS),
+            "memory": sum(count[part] * works[part].bytes for part in LASTS) / memory,
+            "optimizer": optimizer_bytes(self.step) / memory + muon_seconds,
+        }
+        model = plan.batch * shape.seq_len * shape.flops / cluster.count
+        self.model_seconds = model / peak(cluster.accelerator, plan.dtype)
+
+    def seconds(self, axes: Mapping[str, int]) -> Breakdown:
+        """Returns the time of the step with its axes in this order."""
+        plan, layers = self.plan, self.step.stage_layers
+        p, m, v = plan.size("pipe"), plan.microbatches, plan.chunks
+        group = functools.cache(functools.partial(self.cluster.group, axes))
+
+        def once(event: Event) -> float:  # by `cluster_model.all_gather` etc.
+            price: Callable[..., float] = getattr(cluster_model, event.kind)
+            return price(group(event.axes), event.bytes)
+
+        # 1. Passes of one layer and of the output layer.
+        exposure = functools.partial(Exposure, once, rooms())
+        passes = {part: exposure(each) for part, each in self.free.items()}
+        for event in self.events:
+            if event.part != "step":
+                passes[event.part].take(event, event.times)
+        unused = {part: each.free.get("layer", 0.0) for part, each in passes.items()}
+        lasts = {
+            part: each + sum(passes[part].exposed.values())
+            for part, each in self.computing.items()
+        }
+
+        # 2. The step. Megatron-LM's pipeline sends a chunk's gradients when that chunk's last
+        # microbatch has passed: (v - 1) p passes of a chunk, each 1/v of a stage's, follow the
+        # first chunk's last one (https://github.com/NVIDIA/Megatron-LM,
+        # `forward_backward_pipelining_with_interleaving`). Before, 2 (p - 1 - stage) +
+        # (v - 1) p chunks warm up, and as many empty the pipeline: only between the two,
+        # transfers between stages run beside other chunks.
+        beside = 1.0 if plan.schedule is not None else (1 + (v - 1) * p) / v
+        steady = max(0.0, 1 - (p - 1 + (v - 1) * p) / (m * v))
+        microbatch = layers * (unused["forward"] + unused["backward"]) + unused["head"] / p
+        free = {
             "parameters": beside * layers * unused["forward"],
             "gradients": beside * layers * unused["backward"],
             "steady": steady * m * microbatch,
-        },
-    )
-    for event in found:
-        if event.part == "step" and event.beside == "steady":
-            whole.take(event, steady * event.times)
-            whole.take(event._replace(beside=""), (1 - steady) * event.times)
-        elif event.part == "step":
-            whole.take(event, 1, event.times)
+        }
+        whole = exposure(free)
+        for event in self.events:
+            if event.part == "step" and event.beside == "steady":
+                whole.take(event, steady * event.times)
+                whole.take(event._replace(beside=""), (1 - steady) * event.times)
+            elif event.part == "step":
+                whole.take(event, 1, event.times)
 
-    # 3. Waiting for other stages.
-    weights = layers * computing(works["weights"])
-    shift = sum((whole.once(event) for event in found if event.axes == ("pipe",)), 0.0)
-    bubble = waiting(step, lasts, weights, shift)
-
-    # 4. The sum. Muon's float32 products run on the units that `peak` says.
-    muon_seconds = muon_flops(step) / cluster.products_share
-    muon_seconds /= peak(cluster.accelerator, "float32")
-    count = {"forward": m * layers, "backward": m * layers, "head": m / p, "embedding": m}
-    exposed, hidden = dict(whole.exposed), dict(whole.hidden)
-    for part, each in passes.items():
-        for axis in AXES:
-            exposed[axis] += count[part] * each.exposed[axis]
-            hidden[axis] += count[part] * each.hidden[axis]
-    model = plan.batch * shape.seq_len * shape.flops / cluster.count
-    return Breakdown(
-        {
-            "products": sum(count[part] * products(works[part]) for part in lasts),
-            "memory": sum(count[part] * works[part].bytes for part in lasts) / memory,
-            "optimizer": optimizer_bytes(step) / memory + muon_seconds,
-            "bubble": bubble,
-            **exposed,
-        },
-        hidden,
-        model / peak(cluster.accelerator, plan.dtype),
-    )
+        # 3. Waiting for other stages, and the sum.
+        shift = sum((once(event) for event in self.events if event.axes == ("pipe",)), 0.0)
+        bubble = waiting(self.step, lasts, layers * self.weights, shift)
+        exposed, hidden = dict(whole.exposed), dict(whole.hidden)
+        for part, each in passes.items():
+            for axis in AXES:
+                exposed[axis] += self.count[part] * each.exposed[axis]
+                hidden[axis] += self.count[part] * each.hidden[axis]
+        parts = {**self.parts, "bubble": bubble, **exposed}
+        return Breakdown(parts, hidden, self.model_seconds)
 
 
 def waiting(step: Step, lasts: Mapping[str, float], weights: float, shift: float) -> float:

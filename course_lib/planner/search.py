@@ -180,16 +180,24 @@ class Frameworks(Checked):
     def families(self, cluster: Cluster) -> Iterator[list[Layout]]:
         if cluster.accelerator.platform != "gpu":
             raise ValueError(f"cluster must have GPUs, not {cluster.accelerator.title}")
+        tried: dict[Any, tuple[price.Priced, float] | None] = {}
         for axes, zero, chunks in layouts(self.shape, cluster.count, self.kinds):
-            for each in self.on(axes, cluster, zero, chunks):
+            for each in self.on(axes, cluster, zero, chunks, tried):
                 yield [each]
 
     def on(
-        self, axes: Mapping[str, int], cluster: Cluster, zero: int = 1, chunks: int = 1
+        self,
+        axes: Mapping[str, int],
+        cluster: Cluster,
+        zero: int = 1,
+        chunks: int = 1,
+        tried: dict[Any, tuple[price.Priced, float] | None] | None = None,
     ) -> Iterator[Layout]:
         """Yields the layouts on a mesh that fit, one for each size of a microbatch, the largest
-        first. `zero` is the stage along "data".
+        first. `zero` is the stage along "data". `tried`: what fits and what does not on meshes
+        with other orders of axes.
         """
+        tried = {} if tried is None else tried
         share, left = divmod(self.batch, axes.get("data", 1) * axes.get("fsdp", 1))
         if left:
             return
@@ -197,29 +205,38 @@ class Frameworks(Checked):
         group, tensor = cluster.group(axes, "tensor"), axes.get("tensor", 1) > 1
         rings = tensor and self.tensor_overlap and group.per_switch == group.ranks
         for sequences in _microbatches(share, axes.get("pipe", 1), chunks):
-            plan = Plan(
-                axes,
-                self.batch,
-                sequences,
-                chunks,
-                zero,
-                **dict(
-                    fused_attention=self.fused_attention,
-                    sequence_parallel=tensor,
-                    tensor_overlap=rings,
-                    pipe_overlap=chunks > 1,
-                    gradient_bytes=self.gradient_bytes,
-                    float32_gradients=sequences < share or self.gradient_bytes == 4,
+            alike = frozenset(axes.items()), zero, chunks, rings, sequences
+            if alike not in tried:
+                plan = Plan(
+                    axes,
+                    self.batch,
+                    sequences,
+                    chunks,
+                    zero,
+                    **dict(
+                        fused_attention=self.fused_attention,
+                        sequence_parallel=tensor,
+                        tensor_overlap=rings,
+                        pipe_overlap=chunks > 1,
+                        gradient_bytes=self.gradient_bytes,
+                        float32_gradients=sequences < share or self.gradient_bytes == 4,
+                    )
+                    | dict(self.software),
                 )
-                | dict(self.software),
-            )
-            for least, size in self._recomputing_least(plan, cluster):
-                yield Layout(least, price.seconds(self.shape, least, cluster), size)
-                if "pipe" not in axes and least.recompute == self.recompute[0]:
+                tried[alike] = self._recomputing_least(plan, cluster)
+            if fitting := tried[alike]:
+                priced, size = fitting
+                plan = priced.plan
+                if list(axes) != list(plan.axes):
+                    plan = dataclasses.replace(plan, axes=axes)
+                yield Layout(plan, priced.seconds(axes), size)
+                if "pipe" not in axes and plan.recompute == self.recompute[0]:
                     return  # without a pipeline, smaller microbatches only make room
 
-    def _recomputing_least(self, plan: Plan, cluster: Cluster) -> Iterator[tuple[Plan, float]]:
-        """Yields the plan, if one fits, and its bytes."""
+    def _recomputing_least(
+        self, plan: Plan, cluster: Cluster
+    ) -> tuple[price.Priced, float] | None:
+        """Returns the plan that recomputes least and fits, and its bytes."""
         room = CAPACITY_SHARE * cluster.accelerator.memory_bytes
         held = memory.recomputing(Step(self.shape, plan))
         layers = max(self.shape.layers // plan.size("pipe"), 1)
@@ -230,13 +247,15 @@ class Frameworks(Checked):
         for what in self.recompute:
             if size(what, layers) <= room:
                 # The more layers recompute, the less memory the plan takes.
+                few = layers
                 if what != "none":
                     counts = range(layers)
                     few = bisect.bisect_left(counts, -room, lo=1, key=lambda n: -size(what, n))
-                    share = few / layers
-                    plan = dataclasses.replace(plan, recompute=what, recompute_share=share)
-                yield plan, sum(held(plan.recompute, plan.recompute_share).values())
-                return
+                    plan = dataclasses.replace(
+                        plan, recompute=what, recompute_share=few / layers
+                    )
+                return price.Priced(self.shape, plan, cluster), size(what, few)
+        return None
 
 
 def ranked(space: Course | Frameworks, cluster: Cluster) -> list[Any]:
