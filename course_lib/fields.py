@@ -97,7 +97,8 @@ class Checked:
 
     def __post_init__(self) -> None:
         for name, field in of_class(type(self)).items():  # type: ignore[arg-type]
-            if must := field.must(value := getattr(self, name)):
+            value = getattr(self, name)
+            if value is not field.default and (must := field.must(value)):
                 raise ValueError(f"{name}={shortened(repr(value))} must {must}")
         arguments.refuse(self._errors())
 

@@ -184,21 +184,23 @@ class Breakdown:
 
 
 class Exposure:
-    """Exposed and hidden seconds by axis, and seconds of computing that hide nothing yet."""
+    """Exposed seconds, and seconds of computing that hide nothing yet, of a pass."""
 
     def __init__(
         self,
         once: Callable[[Event], float],  # seconds of an event that takes place once
         shares: Mapping[str, tuple[float, float]],  # `rooms`
+        exposed: dict[str, float],  # seconds of the step by axis
+        hidden: dict[str, float],
         free: Mapping[str, float],
     ) -> None:
-        self.once, self.rooms = once, shares
+        self.once, self.rooms, self.of_step, self.hidden = once, shares, exposed, hidden
         self.free = {room: max(0.0, seconds) for room, seconds in free.items()}
-        self.exposed, self.hidden = dict.fromkeys(AXES, 0.0), dict.fromkeys(AXES, 0.0)
+        self.exposed = 0.0
 
-    def take(self, event: Event, times: int | float, copies: int | float = 1) -> None:
-        """Adds an event that takes place `times` beside what its name says; and `copies` of
-        that, each beside computing of its own.
+    def take(self, event: Event, times: int | float, copies: int | float) -> None:
+        """Adds an event that takes place `times` beside what its name says. There are `copies`
+        of that in a step, each beside computing of its own.
         """
         total, (share, cost) = times * self.once(event), self.rooms[event.beside]
         room = "layer" if event.beside == "products" else event.beside
@@ -210,7 +212,8 @@ class Exposure:
         axis = event.axes[0]
         if axis == "fsdp" or (event.part == "step" and axis in ("context", "expert")):
             axis = "data"
-        self.exposed[axis] += copies * (total - (1 - cost) * beside)
+        self.exposed += total - (1 - cost) * beside
+        self.of_step[axis] += copies * (total - (1 - cost) * beside)
         self.hidden[axis] += copies * (1 - cost) * beside
 
 
@@ -284,16 +287,14 @@ class Priced:
             return price(group(event.axes), event.bytes)
 
         # 1. Passes of one layer and of the output layer.
-        exposure = functools.partial(Exposure, once, rooms())
+        exposed, hidden = dict.fromkeys(AXES, 0.0), dict.fromkeys(AXES, 0.0)
+        exposure = functools.partial(Exposure, once, rooms(), exposed, hidden)
         passes = {part: exposure(each) for part, each in self.free.items()}
         for event in self.events:
             if event.part != "step":
-                passes[event.part].take(event, event.times)
+                passes[event.part].take(event, event.times, self.count[event.part])
         unused = {part: each.free.get("layer", 0.0) for part, each in passes.items()}
-        lasts = {
-            part: each + sum(passes[part].exposed.values())
-            for part, each in self.computing.items()
-        }
+        lasts = {part: each + passes[part].exposed for part, each in self.computing.items()}
 
         # 2. The step. Megatron-LM's pipeline sends a chunk's gradients when that chunk's last
         # microbatch has passed: (v - 1) p passes of a chunk, each 1/v of a stage's, follow the
@@ -312,19 +313,14 @@ class Priced:
         whole = exposure(free)
         for event in self.events:
             if event.part == "step" and event.beside == "steady":
-                whole.take(event, steady * event.times)
-                whole.take(event._replace(beside=""), (1 - steady) * event.times)
+                whole.take(event, steady * event.times, 1)
+                whole.take(event._replace(beside=""), (1 - steady) * event.times, 1)
             elif event.part == "step":
                 whole.take(event, 1, event.times)
 
         # 3. Waiting for other stages, and the sum.
         shift = sum((once(event) for event in self.events if event.axes == ("pipe",)), 0.0)
         bubble = waiting(self.step, lasts, layers * self.weights, shift)
-        exposed, hidden = dict(whole.exposed), dict(whole.hidden)
-        for part, each in passes.items():
-            for axis in AXES:
-                exposed[axis] += self.count[part] * each.exposed[axis]
-                hidden[axis] += self.count[part] * each.hidden[axis]
         parts = {**self.parts, "bubble": bubble, **exposed}
         return Breakdown(parts, hidden, self.model_seconds)
 
