@@ -217,6 +217,9 @@ def changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     old = {f: x for f, x in _with_defaults(saved, now).items() if f in new or f not in usual}
     if old["run.non_finite"] == "stop":
         old["run.non_finite"] = new["run.non_finite"]
+    for each in (old, new):  # by the name of the field that decides it
+        if each.pop("strategy.v_shaped", False):
+            each["strategy.schedule"] = " or ".join(V_SHAPED)
     return fields.differences(old, new)
 
 
