@@ -193,11 +193,10 @@ def small(name, folder, **changes):
     whole = with_model(hub.model(stored(folder, SMALL[name])), **changes)
     whole.data.seq_len = 16
     settings.check(whole)
-    params = parameters.init(jax.random.key(0), whole.model)
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    leaves = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
-    return trained.Trained(whole, data.tokenizer(), 7, jax.tree.unflatten(tree, leaves))
+    shapes = jax.eval_shape(lambda: parameters.init(jax.random.key(0), whole.model))
+    normal = np.random.default_rng(1).normal
+    params = jax.tree.map(lambda x: jnp.asarray(normal(size=x.shape), x.dtype), shapes)
+    return trained.Trained(whole, data.tokenizer(), 7, params)
 
 
 def assert_equal(one, other):

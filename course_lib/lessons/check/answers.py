@@ -100,7 +100,8 @@ def own(args: Any) -> Any:
 
     def copied(leaf: Any) -> Any:
         is_array = isinstance(leaf, jax.Array)
-        return jax.device_put(leaf, leaf.sharding, may_alias=False) if is_array else leaf
+        # without a device: an array tied to one would compile each operation again
+        return jax.device_put(leaf, may_alias=False) if is_array else leaf
 
     return jax.tree.map(copied, args)
 
