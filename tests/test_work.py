@@ -26,7 +26,7 @@ def test_a_new_version_comes_where_the_learner_changed_nothing(course, capsys):
     work.main(root=course)
     assert texts(course) == ["mine", "second", "new"]
     assert capsys.readouterr().out == (
-        "work/01_a.ipynb is yours. A newer one: make work NB=01\n"
+        "work/01_a.ipynb is yours. To get the newer one beside it: make work NB=01\n"
     )
 
 

@@ -36,7 +36,8 @@ def main(number: str = "", root: Path = ROOT) -> None:
             shutil.copyfile(original, copy)
             known[copy.name] = now
         elif known.get(copy.name) != now:
-            print(f"work/{copy.name} is yours. A newer one: make work NB={copy.name[:2]}")
+            anew = f"make work NB={copy.name[:2]}"
+            print(f"work/{copy.name} is yours. To get the newer one beside it: {anew}")
     taken.write_text(json.dumps(known))
 
 

@@ -3,9 +3,9 @@
     python -m course_lib.show.colab
 
 Run again, it installs what is still missing. Colab's packages keep their versions: pip gets
-them as constraints. A CPU runtime gets another JAX and Flax, which can compile for GPUs that
-are not there and run with Colab's NumPy. On a GPU or TPU runtime Colab's own JAX drives the
-chip, and stays.
+them as constraints, except those that are too old for course_lib. A CPU runtime gets another
+JAX and Flax, which can compile for GPUs that are not there and run with Colab's NumPy. On a GPU
+or TPU runtime Colab's own JAX drives the chip, and stays.
 """
 
 import glob
@@ -17,9 +17,8 @@ import sys
 import tempfile
 from collections.abc import Iterable
 
-# Dependencies of course_lib that Colab lacks, and two that are there already.
-LACKS = ["ml_collections", "jaxtyping", "tensorboard-plugin-profile>=2.24,<3"]
-LACKS += ["grain", "orbax-checkpoint"]
+# Packages of the extras that notebooks need, beside the dependencies of course_lib itself.
+EXTRAS = ["tensorboard-plugin-profile>=2.24,<3", "grain"]
 # The profiler's plugin needs newer versions of these than Colab's.
 RAISED = ("absl-py", "urllib3")
 # JAX with the compiler for NVIDIA's GPUs and without CUDA's libraries, and a Flax for it.
@@ -40,19 +39,33 @@ def runtime() -> str:
 
 def requirements(kind: str) -> list[str]:
     """Returns what pip installs on a runtime, by its kind."""
-    return LACKS + VIRTUAL_GPUS if kind == "cpu" else LACKS
+    from packaging.requirements import Requirement  # Colab has it, an empty environment not
+
+    own = importlib.metadata.requires("course_lib") or []  # installed with --no-deps
+    own = [line for line in own if "extra ==" not in line]
+    own = [line for line in own if Requirement(line).name not in REPLACED]
+    return own + EXTRAS + (VIRTUAL_GPUS if kind == "cpu" else [])
 
 
 def constraints(kind: str, installed: Iterable[tuple[str, str]]) -> list[str]:
-    """Returns a line of pip's constraints file per installed package: its name and version."""
-    free = (*RAISED, *(REPLACED if kind == "cpu" else ()))
-    kept = {(n, v) for n, v in installed if n.lower().replace("_", "-") not in free}
+    """Returns a line of pip's constraints file per installed package that stays: its name and
+    version.
+    """
+    from packaging.requirements import Requirement
+
+    free = {*RAISED, *(_key(Requirement(line).name) for line in missing(kind))}
+    free |= set(REPLACED if kind == "cpu" else ())
+    kept = {(n, v) for n, v in installed if _key(n) not in free}
     return sorted(f"{name}=={version}" for name, version in kept)
+
+
+def _key(name: str) -> str:
+    return name.lower().replace("_", "-")
 
 
 def missing(kind: str) -> list[str]:
     """Returns the requirements that the installed packages do not meet."""
-    from packaging.requirements import Requirement  # Colab has it, an empty environment not
+    from packaging.requirements import Requirement
 
     def meets(requirement: Requirement) -> bool:
         try:
@@ -89,7 +102,7 @@ def main() -> int:
     except Exception as error:  # a package that is there may still be broken
         wrong = f"the module {module} cannot be imported ({error!r})"
     if wrong:
-        cure = "run this cell again; if that does not help, Runtime > Disconnect and delete"
+        cure = "Run this cell again; if that does not help, Runtime > Disconnect and delete"
         print(f"The set-up is not complete: {wrong}. {cure} runtime", file=sys.stderr)
     return int(bool(wrong))
 

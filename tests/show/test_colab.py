@@ -8,6 +8,14 @@ from packaging.requirements import Requirement
 from course_lib.show import colab
 
 
+def oldest(kind):
+    """Returns the oldest version of each package that is allowed on a runtime."""
+    asked = [Requirement(line) for line in colab.requirements(kind)]
+    return {
+        r.name: next((s.version for s in r.specifier if s.operator != "<"), "1") for r in asked
+    }
+
+
 @pytest.mark.parametrize("kind", ["cpu", "gpu", "tpu"])
 def test_colabs_packages_keep_their_versions_and_its_jax_where_it_drives_a_chip(kind):
     shipped = [("jax", "0.7.2"), ("jaxlib", "0.7.2"), ("flax", "0.11.2"), ("numpy", "2.1.3")]
@@ -34,7 +42,6 @@ def test_colabs_runtime_is_told_by_its_chip(device, kind, monkeypatch):
 
 def test_the_set_up_installs_once_and_again_only_what_is_missing(monkeypatch, capsys):
     have, calls = {}, []
-    needed = {Requirement(line).name: line for line in colab.requirements("cpu")}
 
     def version(name):
         if name not in have:
@@ -43,10 +50,7 @@ def test_the_set_up_installs_once_and_again_only_what_is_missing(monkeypatch, ca
 
     def pip(command):
         calls.append(command)
-        have.update(dict.fromkeys(needed, "99"))
-        have.update(jax="0.10.2", flax="0.12.8")
-        have["tensorboard-plugin-profile"] = "2.24"
-        have["nvidia-cuda-nvcc"] = have["nvidia-nvvm"] = "13"
+        have.update(oldest("cpu"))
         return 0
 
     monkeypatch.setattr(colab, "runtime", lambda: "cpu")
@@ -76,3 +80,13 @@ def test_a_set_up_that_fails_says_what_is_missing_and_ends_with_1(monkeypatch, c
     monkeypatch.setattr(colab.importlib, "import_module", broken)
     assert colab.main() == 1
     assert "jax cannot be imported (ImportError('undefined symbol'))" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_only_a_package_that_is_too_old_for_the_course_gets_another_version(kind, monkeypatch):
+    shipped = oldest(kind) | {"optax": "0.2.4", "pandas": "2.2"}
+    monkeypatch.setattr(colab.importlib.metadata, "version", shipped.__getitem__)
+    assert [Requirement(line).name for line in colab.missing(kind)] == ["optax"]
+    lines = colab.constraints(kind, shipped.items())
+    assert {"pandas==2.2", "numpy==2.1.3"} <= set(lines)
+    assert not [line for line in lines if line.startswith("optax")]
