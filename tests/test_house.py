@@ -87,7 +87,7 @@ def test_a_notebook_has_a_module_of_its_name():
     names = {path.stem.split("_", 1)[1] for path in NOTEBOOKS}
     taught = [path for path in FILES if part_of(path) != "lessons"]
     modules = {path.stem for path in taught} | {path.parent.name for path in taught}
-    apart = {"3d_parallelism", "your_own_model", "a_run_that_survives"}
+    apart = {"memory_profiling", "3d_parallelism", "your_own_model", "a_run_that_survives"}
     assert names - modules == apart | {"which_numbers_to_choose"}
 
 

@@ -39,7 +39,7 @@ def solutions(path: pathlib.Path) -> list[str]:
 
 REPEATED = ("01", "02", "03", "04", "17", "18")  # whose moves are parts of later ones
 COMPILE_LONG = {
-    "06": (3,),
+    "06": (2,),
     "12": (1, 2),
     "13": (3,),
     "14": (4,),

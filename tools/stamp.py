@@ -44,7 +44,8 @@ PROFILES = """\
 from course_lib import xla_flags
 
 xla_flags.name_kernels()  # a GPU's profile knows its kernels, if set before JAX starts"""
-BEFORE_SETUP = {"06_profiling.ipynb": PROFILES, "20_your_own_model.ipynb": ""}
+ONE_DEVICE = dict.fromkeys(("20_your_own_model.ipynb", "23_memory_profiling.ipynb"), "")
+BEFORE_SETUP = {"06_profiling.ipynb": PROFILES} | ONE_DEVICE
 IS_BADGE = re.compile(r"^\[!\[Open In Colab\].*$", re.M)
 
 

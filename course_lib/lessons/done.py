@@ -36,7 +36,8 @@ offload
 smallest_step
 your_own_model
 a_run_that_survives
-which_numbers_to_choose""".splitlines()
+which_numbers_to_choose
+memory_profiling""".splitlines()
 FILE = "progress.json"
 
 

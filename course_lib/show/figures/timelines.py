@@ -288,7 +288,7 @@ def step_timeline(
         if set(names) <= set(known):
             names = [name for name in known if name in names]
     rows = [*(names if row else ()), ANY]
-    size = (8.5, 0.3, 0.35, 0.75)
+    size = (WIDTH, 0.3, 0.35, 0.75)
     figure, panels = _below(steps, [len(rows)] * len(steps), size, heading=title)
     for axes, step in zip(panels, steps, strict=True):
         for y, name in enumerate(rows):
@@ -300,9 +300,7 @@ def step_timeline(
             axes.annotate(f"{1e3 * seconds:,.1f} ms", (1.01, y), **place)
         style.name_rows(axes, rows, 0.6)
     panels[-1].set_xlim(left=0)  # the time before the first operation is a gap, too
-    panels[-1].set_xlabel(
-        "ms since the step began; at the right: the row's part of the busy ms"
-    )
+    panels[-1].set_xlabel("ms since the step began; right: the row's part of the busy ms")
     return figure
 
 
