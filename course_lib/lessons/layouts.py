@@ -4,7 +4,7 @@
 
 A submission is refused with a reason, or priced by `planner.Frameworks`, which answers every
 question of notebook 12: memory per GPU and time per step, beside the best layout that
-`planner.ranked` finds. It wins if the formula cannot tell the two apart.
+`planner.ranked` finds. It loses only if the formula's error cannot explain the difference.
 """
 
 import dataclasses
@@ -20,6 +20,8 @@ from course_lib.measure import hardware
 from course_lib.show import notebook
 
 AXES = ("data", "fsdp", "pipe", "context", "tensor")
+# Nine of ten predicted ratios of two layouts are closer to the published one (notebook 12).
+ERROR_OF_NINE_IN_TEN = 0.25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +98,7 @@ def submit(axes: Any, zero: int = 1, chunks: int = 1, *, level: int = 1) -> str:
         f"{' x '.join(map(str, axes.values()))} is {math.prod(axes.values())} GPUs; this level"
         f" has {gpus}.",
     )
+    require(zero != 3, f'ZeRO 3 is the axis "fsdp": {{"fsdp": {gpus}}}, say.')
     target, axes = ranked(level)[0], {axis: size for axis, size in axes.items() if size > 1}
     shape, batch = chosen.space.shape, chosen.space.batch
     try:
@@ -121,7 +124,8 @@ def submit(axes: Any, zero: int = 1, chunks: int = 1, *, level: int = 1) -> str:
         _submissions[level].append(yours)
     _table(level, target)
     ratio = yours.seconds / target.seconds
-    if ratio > 1 + planner.LAYOUT_ERROR:
+    further_off = "three" if ratio <= 1 + planner.LAYOUT_ERROR else "ten"
+    if ratio > 1 + ERROR_OF_NINE_IN_TEN:
         part = max(yours.time.parts, key=lambda p: yours.time.parts[p] - target.time.parts[p])
         raise WrongAnswer(
             f"It fits, and takes {ratio:.2f} times as long as the best layout. Most of the"
@@ -129,9 +133,9 @@ def submit(axes: Any, zero: int = 1, chunks: int = 1, *, level: int = 1) -> str:
             f" {target.time.parts[part]:.3g}. {FASTER[part]}"
         )
     return (
-        f"{yours.seconds:.3g} s per step. The planner's best is {target.name}:"
-        f" {target.seconds:.3g} s. At less than {planner.LAYOUT_ERROR:.0%} apart, the formula"
-        " cannot say which is faster: measure both."
+        f"{yours.seconds:.3g} s per step, {ratio:.2f} times that of the planner's best,"
+        f" {target.name}. At least one predicted ratio in {further_off} is further off than"
+        " this: measure both."
     )
 
 
