@@ -13,6 +13,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from course_lib import measure, planner
 from course_lib.lessons.check.answers import WrongAnswer, exercise, require
 from course_lib.many_devices.cluster_model import Cluster
@@ -90,16 +92,16 @@ def submit(axes: Any, zero: int = 1, chunks: int = 1, *, level: int = 1) -> str:
         f"No axis is called {', '.join(map(repr, unknown))}. The axes are {', '.join(AXES)}.",
     )
     require(
-        all(type(size) is int and size > 0 for size in axes.values()),
+        all(isinstance(size, int | np.integer) and size > 0 for size in axes.values()),
         f"Each size must be a whole number above 0, not {list(axes.values())}.",
     )
     require(
         math.prod(axes.values()) == gpus,
-        f"{' x '.join(map(str, axes.values()))} is {math.prod(axes.values())} GPUs; this level"
-        f" has {gpus}.",
+        f"These axes take {math.prod(axes.values())} GPUs; this level has {gpus}.",
     )
     require(zero != 3, f'ZeRO 3 is the axis "fsdp": {{"fsdp": {gpus}}}, say.')
-    target, axes = ranked(level)[0], {axis: size for axis, size in axes.items() if size > 1}
+    target = ranked(level)[0]
+    axes = {axis: int(size) for axis, size in axes.items() if size > 1}
     shape, batch = chosen.space.shape, chosen.space.batch
     try:
         # the smallest microbatches, each layer recomputed: what needs the least memory
