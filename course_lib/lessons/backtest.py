@@ -21,7 +21,7 @@ import math
 import statistics
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.scipy.stats import rankdata
@@ -321,13 +321,41 @@ def _layout(row: Row) -> tuple[Mapping[str, int], int]:
     return row.plan.axes, row.plan.chunks
 
 
-def layout_errors(predictions: Sequence[Prediction]) -> list[float]:
-    """Returns how far the predicted ratio of two steps is from the published one, for each pair
-    with other axes or chunks and the same task: 0.1 if one of the two ratios is 1.1 times the
-    other. Two of three are at most `planner.LAYOUT_ERROR`.
+class Pair(NamedTuple):
+    """Two layouts of one task, and how many times as long as the second the first takes."""
+
+    one: Row
+    other: Row
+    predicted: float
+    published: float
+
+    @property
+    def error(self) -> float:
+        """0.1 if one of the two ratios is 1.1 times the other."""
+        return math.expm1(abs(math.log(self.predicted / self.published)))
+
+    @property
+    def apart(self) -> float:
+        """0.1 if the formula prices one of the two layouts 1.1 times as long as the other."""
+        return math.expm1(abs(math.log(self.predicted)))
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the formula calls that layout the faster one which was."""
+        return (self.predicted > 1) == (self.published > 1)
+
+
+def layout_pairs(predictions: Sequence[Prediction]) -> list[Pair]:
+    """Returns all pairs of steps with other axes or chunks and the same task. The errors of two
+    of three are at most `planner.LAYOUT_ERROR`.
     """
-    return sorted(
-        math.expm1(abs(math.log((1 + one.error) / (1 + other.error))))
+    return [
+        Pair(
+            one.row,
+            other.row,
+            one.step.total / other.step.total,
+            one.row.seconds / other.row.seconds,
+        )
         for one, other in itertools.combinations(predictions, 2)
         if task(one.row) == task(other.row) and _layout(one.row) != _layout(other.row)
-    )
+    ]

@@ -4,7 +4,7 @@
 
 A submission is refused with a reason, or priced by `planner.Frameworks`, which answers every
 question of notebook 12: memory per GPU and time per step, beside the best layout that
-`planner.ranked` finds. It wins if the formula cannot tell the two apart.
+`planner.ranked` finds. It loses only if the formula's error cannot explain the difference.
 """
 
 import dataclasses
@@ -13,6 +13,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from course_lib import measure, planner
 from course_lib.lessons.check.answers import WrongAnswer, exercise, require
 from course_lib.many_devices.cluster_model import Cluster
@@ -20,6 +22,8 @@ from course_lib.measure import hardware
 from course_lib.show import notebook
 
 AXES = ("data", "fsdp", "pipe", "context", "tensor")
+# Nine of ten predicted ratios of two layouts are closer to the published one (notebook 12).
+ERROR_OF_NINE_IN_TEN = 0.25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,15 +92,16 @@ def submit(axes: Any, zero: int = 1, chunks: int = 1, *, level: int = 1) -> str:
         f"No axis is called {', '.join(map(repr, unknown))}. The axes are {', '.join(AXES)}.",
     )
     require(
-        all(type(size) is int and size > 0 for size in axes.values()),
+        all(isinstance(size, int | np.integer) and size > 0 for size in axes.values()),
         f"Each size must be a whole number above 0, not {list(axes.values())}.",
     )
     require(
         math.prod(axes.values()) == gpus,
-        f"{' x '.join(map(str, axes.values()))} is {math.prod(axes.values())} GPUs; this level"
-        f" has {gpus}.",
+        f"These axes take {math.prod(axes.values())} GPUs; this level has {gpus}.",
     )
-    target, axes = ranked(level)[0], {axis: size for axis, size in axes.items() if size > 1}
+    require(zero != 3, f'ZeRO 3 is the axis "fsdp": {{"fsdp": {gpus}}}, say.')
+    target = ranked(level)[0]
+    axes = {axis: int(size) for axis, size in axes.items() if size > 1}
     shape, batch = chosen.space.shape, chosen.space.batch
     try:
         # the smallest microbatches, each layer recomputed: what needs the least memory
@@ -121,7 +126,8 @@ def submit(axes: Any, zero: int = 1, chunks: int = 1, *, level: int = 1) -> str:
         _submissions[level].append(yours)
     _table(level, target)
     ratio = yours.seconds / target.seconds
-    if ratio > 1 + planner.LAYOUT_ERROR:
+    further_off = "three" if ratio <= 1 + planner.LAYOUT_ERROR else "ten"
+    if ratio > 1 + ERROR_OF_NINE_IN_TEN:
         part = max(yours.time.parts, key=lambda p: yours.time.parts[p] - target.time.parts[p])
         raise WrongAnswer(
             f"It fits, and takes {ratio:.2f} times as long as the best layout. Most of the"
@@ -129,9 +135,9 @@ def submit(axes: Any, zero: int = 1, chunks: int = 1, *, level: int = 1) -> str:
             f" {target.time.parts[part]:.3g}. {FASTER[part]}"
         )
     return (
-        f"{yours.seconds:.3g} s per step. The planner's best is {target.name}:"
-        f" {target.seconds:.3g} s. At less than {planner.LAYOUT_ERROR:.0%} apart, the formula"
-        " cannot say which is faster: measure both."
+        f"{yours.seconds:.3g} s per step, {ratio:.2f} times that of the planner's best,"
+        f" {target.name}. At least one predicted ratio in {further_off} is further off than"
+        " this: measure both."
     )
 
 

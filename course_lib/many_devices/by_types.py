@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from course_lib import arguments, training
-from course_lib.many_devices import data_parallel, sharding, tensor_parallel
+from course_lib.many_devices import data_parallel, expert_parallel, sharding, tensor_parallel
 from course_lib.many_devices.axis import Asked, Share
 from course_lib.models import attention
 from course_lib.models.hooks import Hooks
@@ -35,7 +35,7 @@ from course_lib.one_device import gradient_accumulation
 from course_lib.one_device.gradient_accumulation import GradFn, LossFn
 
 PyTree = Any
-DATA, TENSOR = data_parallel.AXIS, tensor_parallel.AXIS
+DATA, EXPERT, TENSOR = data_parallel.AXIS, expert_parallel.AXIS, tensor_parallel.AXIS
 
 
 def ways(share: Share) -> tuple[LossFn, Callable[[LossFn], GradFn], LossFn]:
@@ -47,14 +47,14 @@ def ways(share: Share) -> tuple[LossFn, Callable[[LossFn], GradFn], LossFn]:
         in_specs=(P(DATA, None, TENSOR), P(DATA)),
         out_specs=P(DATA),
     )
-    own = training.functions(share.config, hooks(share), score or None)
+    own, rows = training.functions(share.config, hooks(share), score or None), batch_axes(share)
 
     def gradient_fn(loss_fn: LossFn) -> GradFn:
         grad_fn = gradient_accumulation.gradient(loss_fn)
 
         def typed(params: PyTree, batch: PyTree, rng: Any) -> tuple[PyTree, PyTree]:
             if share.strategy.zero < 3:  # partial sums of all layers meet here, once
-                params = at_use(params, share.params)
+                params = at_use(params, share.params, rows)
             grads, metrics = grad_fn(params, batch, rng)
             return jax.reshard(grads, share.grads), metrics
 
@@ -65,7 +65,7 @@ def ways(share: Share) -> tuple[LossFn, Callable[[LossFn], GradFn], LossFn]:
 
 def on_types(function: Callable[..., Any], share: Share) -> Callable[..., Any]:
     """Returns a function of (params, batch, rng) for Auto axes, whose inside has types."""
-    specs = share.params, P(DATA), P()
+    specs = share.params, P(batch_axes(share)), P()
 
     def outside(*args: Any) -> Any:  # the constraint names the devices, which types do not
         args = jax.lax.with_sharding_constraint(args, sharding.place(specs, share.mesh))
@@ -75,9 +75,14 @@ def on_types(function: Callable[..., Any], share: Share) -> Callable[..., Any]:
     return outside
 
 
-def at_use(params: PyTree, specs: PyTree, dtype: Any = None) -> PyTree:
-    """Returns parameters as a layer uses them: whole along "data". Matrices are reduced; the
-    kernels among them are sent in `dtype`.
+def batch_axes(share: Share) -> tuple[str, ...]:
+    """Returns the axes that cut the batch."""
+    return tuple(axis for axis in (DATA, EXPERT) if axis in share.mesh.shape)
+
+
+def at_use(params: PyTree, specs: PyTree, rows: tuple[str, ...], dtype: Any = None) -> PyTree:
+    """Returns parameters as a layer uses them: whole along "data". Matrices are reduced along
+    the axes of the batch that do not cut them; the kernels among them are sent in `dtype`.
     """
 
     def of_leaf(path: Any, leaf: Array, spec: P) -> Array:
@@ -86,8 +91,8 @@ def at_use(params: PyTree, specs: PyTree, dtype: Any = None) -> PyTree:
         leaf = leaf.astype(dtype) if kernel and dtype else leaf
         # A vector is added to arrays that are cut over "data", which a reduced one cannot be.
         matrix = kernel or name.endswith("embed/embedding")
-        cuts = (None if cut == DATA else cut for cut in spec)
-        place = P(*cuts, reduced={DATA} if matrix else set())
+        cuts = [None if cut == DATA else cut for cut in spec]
+        place = P(*cuts, reduced={*rows} - {*cuts} if matrix else set())
         return checkpoint_name(jax.reshard(leaf, place), "gathered")
 
     return jax.tree_util.tree_map_with_path(of_leaf, params, specs)
@@ -96,21 +101,24 @@ def at_use(params: PyTree, specs: PyTree, dtype: Any = None) -> PyTree:
 def hooks(share: Share) -> Hooks:
     """Returns the hooks of a model whose arrays carry their shardings."""
     model, strategy, cut = share.model, share.strategy, TENSOR in share.mesh.shape
-    own = tensor(strategy.sequence) if cut else Hooks(lookup=look_up)
+    rows = batch_axes(share)
+    own = tensor(strategy.sequence) if cut else Hooks(lookup=functools.partial(look_up, rows))
+    if EXPERT in rows:
+        own |= Hooks(experts=at_experts)
     if strategy.zero < 3:
         return own
     specs = data_parallel.of_layer(share.params, model.scan_layers)
 
     def gathers(layer: Any) -> Any:
         def gathering(params: PyTree, *args: Any) -> Any:
-            return layer(at_use(params, specs, model.dtype), *args)
+            return layer(at_use(params, specs, rows, model.dtype), *args)
 
         by_block = "Block" in model.remat and model.remat_policy == "nothing"
         scanned = model.scan_layers and model.num_layers > 1
         again = jax.checkpoint(gathering, prevent_cse=not scanned, policy=_saved)
         return again if strategy.gather_again and not by_block else gathering
 
-    change = functools.partial(at_use, dtype=model.dtype)
+    change = functools.partial(at_use, rows=rows, dtype=model.dtype)
     return own | Hooks(layer=gathers, params=data_parallel.outside(share.params, change))
 
 
@@ -119,8 +127,17 @@ def _saved(primitive: Any, *args: Any, **params: Any) -> bool:
     return others and primitive.name != "reshard"
 
 
-def look_up(table: Array, tokens: Array) -> Array:
-    return table.at[tokens].get(mode="fill", fill_value=jnp.nan, out_sharding=P(DATA))
+def look_up(rows: Any, table: Array, tokens: Array) -> Array:
+    return table.at[tokens].get(mode="fill", fill_value=jnp.nan, out_sharding=P(rows))
+
+
+def at_experts(run: expert_parallel.Experts, tokens: Array) -> Array:
+    """Sends tokens [E B C D] to the devices of their experts and back: two all-to-alls."""
+
+    def send(x: Array, place: P) -> Array:
+        return checkpoint_name(jax.reshard(x, place), "sent")  # which `_saved` keeps
+
+    return send(run(send(tokens, P(EXPERT, DATA))), P(None, (DATA, EXPERT)))
 
 
 def tensor(sequence: bool) -> Hooks:
@@ -142,7 +159,7 @@ def tensor(sequence: bool) -> Hooks:
 
     def lookup(*args: Array) -> Array:
         # JAX 0.12 computes wrong numbers for `.at[].get` with an unreduced result.
-        return jax.reshard(look_up(*args), stream)
+        return jax.reshard(look_up(DATA, *args), stream)
 
     return Hooks(column=column, row=row, lookup=lookup, attend=attend)
 
@@ -152,9 +169,11 @@ def errors(asked: Asked) -> Iterator[str]:
     model, also = asked.model, "by='types' must be 'hand' or 'compiler'"
     if not hasattr(jax, "reshard"):
         yield f"{also} with JAX {jax.__version__}, whose types have no partial sums"
-    if others := [axis for axis in asked.n if axis not in (DATA, TENSOR)]:
-        yield f"{also} with a mesh axis {others[0]!r}: types divide 'data' and 'tensor' only"
-    needs = dict(num_experts=0, dropout_rate=0, loss_chunks=1, flat_products=False)
+    if others := [axis for axis in asked.n if axis not in (DATA, EXPERT, TENSOR)]:
+        yield (
+            f"{also} with a mesh axis {others[0]!r}: types divide 'data', 'expert' and 'tensor'"
+        )
+    needs = dict(dropout_rate=0, loss_chunks=1, flat_products=False)
     for name, needed in (needs | dict(z_loss=0) if TENSOR in asked.n else needs).items():
         if (value := getattr(model, name)) != needed:
             yield f"{name}={value} must be {needed} with by='types', which have no rule for it"

@@ -109,8 +109,8 @@ def _errors(asked: Asked) -> Iterator[str]:
             )
     if model.num_experts and model.dropless and not asked.by_hand:
         yield (
-            "by='compiler' must be 'hand' for dropless=True: a compiler would gather the tokens"
-            " of all devices to sort them by expert"
+            f"by={asked.strategy.by!r} must be 'hand' for dropless=True: XLA would gather the"
+            " tokens of all devices to sort them by expert"
         )
     others = [name for name in n if name not in ("data", "expert")]
     if others and (model.num_experts or "expert" in n):

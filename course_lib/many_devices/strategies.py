@@ -7,8 +7,9 @@
 
 The name of a mesh axis says what it divides; a `Strategy` says how. Most strategies exist
 `by="hand"`, with explicit collectives inside a `jax.shard_map`, and `by="compiler"`, as
-shardings that `jax.jit` has to respect; "data" and "tensor" also `by="types"` (`by_types`). All
-compute the same numbers as one device. Pipelines and `overlap` exist by hand only:
+shardings that `jax.jit` has to respect; "data", "expert" and "tensor" also `by="types"`
+(`by_types`). All compute the same numbers as one device. Pipelines and `overlap` exist by hand
+only:
 
     mesh = meshes.make({"data": 2, "pipe": 2, "tensor": 2})
     run = strategies.build(config, mesh, Strategy(schedule="zero_bubble", microbatches=4))

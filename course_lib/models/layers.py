@@ -185,16 +185,20 @@ def experts(
         x = activated(config, checkpoint_name, products)
         return dense(params, "expert_out", x, product)
 
+    def biases(change: Callable[[Array], Array]) -> Params:
+        return {
+            name: {n: change(x) if n == "bias" else x for n, x in weights.items()}
+            for name, weights in of_experts.items()
+        }
+
     if config.dropless:
 
         def run_rows(rows: Float[Array, "R D"], sizes: Int[Array, " E"]) -> Float[Array, "R D"]:
-            own = functools.partial(jnp.repeat, axis=0, total_repeat_length=len(rows))
-            of_rows = {
-                name: {n: own(x, sizes) if n == "bias" else x for n, x in weights.items()}
-                for name, weights in of_experts.items()
-            }
+            own = functools.partial(
+                jnp.repeat, repeats=sizes, axis=0, total_repeat_length=len(rows)
+            )
             return expert(
-                of_rows, rows, lambda x, kernels, _: routing.grouped(x, kernels, sizes)
+                biases(own), rows, lambda x, kernels, _: routing.grouped(x, kernels, sizes)
             )
 
         return routing.dropless(
@@ -202,8 +206,12 @@ def experts(
         )
 
     def run(tokens: Float[Array, "E B C D"]) -> Float[Array, "E B C D"]:
-        one = functools.partial(expert, product=jax.lax.dot_general)
-        return jax.vmap(one)(of_experts, tokens)
+        each = ((3,), (1,)), ((0,), (0,))  # no `vmap`, which JAX 0.12 refuses for reduced types
+        return expert(
+            biases(lambda x: x[:, None, None]),
+            tokens,
+            lambda x, kernels, _: jax.lax.dot_general(x, kernels, each),
+        )
 
     room = routing.capacity(x.shape[1], config.num_experts, per_token, config.capacity_factor)
     routed = routing.route(logits, per_token, room)

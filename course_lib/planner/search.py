@@ -29,7 +29,7 @@ SIZES = (2, 4, 8)  # along "tensor" and "context"
 LAYOUT_ERROR = 0.12
 """How far the formula is off when it compares two layouts of one model on the same GPUs with
 the same batch: no more than this in two of three published pairs
-(`lessons.backtest.layout_errors`)."""
+(`lessons.backtest.layout_pairs`)."""
 STAGES = 16  # of a pipeline, at most
 CHUNKS = 8  # per stage, at most
 
@@ -289,8 +289,8 @@ def tied(layouts: Sequence[Layout]) -> list[Layout]:
     Args:
       layouts: the fastest first, as `ranked` returns them.
     """
-    most = (1 + LAYOUT_ERROR) * layouts[0].seconds
     of_kinds = sorted(best(layouts).values(), key=lambda each: each.seconds)
+    most = (1 + LAYOUT_ERROR) * of_kinds[0].seconds if of_kinds else 0.0
     return [each for each in of_kinds if each.seconds <= most]
 
 

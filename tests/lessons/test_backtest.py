@@ -274,14 +274,19 @@ def test_a_ratio_is_off_by_what_the_two_errors_differ_if_only_the_layout_differs
     halved = {axis: n for axis, n in one.row.plan.axes.items() if axis != "data"} | {"data": 1}
     plan = dataclasses.replace(other.row.plan, axes=halved)
     elsewhere = dataclasses.replace(other, row=dataclasses.replace(other.row, plan=plan))
-    assert backtest.layout_errors([one, elsewhere]) == pytest.approx([0.1])
-    assert backtest.layout_errors([one, other]) == []  # the same layout
-    assert backtest.layout_errors([one, prediction(0.1, source="b")]) == []
+    [pair] = backtest.layout_pairs([one, elsewhere])
+    assert pair.error == pytest.approx(0.1)
+    right, wrong = pair._replace(predicted=0.8, published=0.9), pair._replace(predicted=1.25)
+    assert (right.apart, right.error) == pytest.approx((0.25, 0.125)) and right.in_order
+    assert wrong.apart == pytest.approx(0.25)
+    assert not wrong._replace(published=0.9).in_order
+    assert backtest.layout_pairs([one, other]) == []  # the same layout
+    assert backtest.layout_pairs([one, prediction(0.1, source="b")]) == []
 
 
 def test_two_of_three_ratios_of_layouts_are_within_the_error_that_the_planner_calls_a_tie():
     """The page says how many pairs, and their median."""
-    errors = backtest.layout_errors(program.predicted())
+    errors = sorted(pair.error for pair in backtest.layout_pairs(program.predicted()))
     middle, most = statistics.median(errors), errors[2 * len(errors) // 3]
     assert most == pytest.approx(planner.LAYOUT_ERROR, abs=0.005)
     text = " ".join((ROOT / "docs" / "backtest.md").read_text().split())

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(
 ODD = {"model.hidden_size": 12, "model.num_heads": 6, "model.vocab_size": 30}
 ODD |= {"model.num_outputs": 30, "data.seq_len": 12}
 BOTH = dict(data=2, tensor=2)
+EXPERTS = {"model.num_experts": 6, "model.experts_per_token": 2, "model.capacity_factor": 1.0}
 
 
 def by(**fields):
@@ -40,6 +41,10 @@ def name(value):
     [
         (BOTH, by(zero=3, sequence=True), one_device.LLAMA),
         (dict(data=3), by(zero=3), ODD | {"data.batch_size": 9}),
+        (dict(data=2, expert=3), by(zero=3), EXPERTS | {"data.batch_size": 12}),
+        slow(dict(data=1, expert=2), by(), EXPERTS | one_device.LLAMA),
+        slow(dict(data=2, expert=2), by(zero=1), EXPERTS),
+        slow(dict(data=2), by(), EXPERTS),
         slow(dict(data=3), by(zero=2), ODD | {"data.batch_size": 9}),
         slow(dict(data=1, tensor=3), by(sequence=True), ODD),
         slow(dict(data=1, tensor=3), by(), ODD),
@@ -59,12 +64,13 @@ def test_minibatches_give_the_gradient_of_the_batch():
     one_device.check_gradient(whole, dict(data=2), by(zero=2), alike)
 
 
-def sent(axes, gpus=False, **fields):
+def sent(axes, gpus=False, changes=None, **fields):
     """Returns the payload of each kind of collective along each axis, by hand and by types,
     without the sums of metrics, which are less than 20 bytes.
     """
     # A learned table of positions is the one gradient that types sum before they cut it.
-    whole = one_device.small(**{"model.positions": "rotary", "model.hidden_size": 32})
+    rotary = {"model.positions": "rotary", "model.hidden_size": 32}
+    whole = one_device.small(**rotary | (changes or {}))
     whole.model.update(head_dim=4, num_layers=2)
     count, found = math.prod(axes.values()), []
     devices = virtual.devices("h100", count) if gpus else jax.devices("cpu")[:count]
@@ -89,24 +95,25 @@ def test_types_send_the_bytes_that_are_sent_by_hand(axes):
 
 @one_device.needs_h100
 @pytest.mark.parametrize(
-    ("axes", "fields"),
+    ("axes", "fields", "changes", "kinds"),
     [
-        (dict(data=4), dict(zero=3)),
-        slow(dict(data=4), dict(zero=1)),
-        slow(dict(data=1, tensor=4), dict(sequence=True)),
+        (dict(data=4), dict(zero=3), {}, {"all-gather", "reduce-scatter"}),
+        (dict(data=2, expert=2), dict(zero=3), EXPERTS, {"all-gather", "all-to-all"}),
+        slow(dict(data=4), dict(zero=1), {}, {"reduce-scatter"}),
+        slow(dict(data=1, tensor=4), dict(sequence=True), {}, {"all-gather", "reduce-scatter"}),
     ],
     ids=str,
 )
-def test_on_gpus_what_is_gathered_and_scattered_is_that_by_hand(axes, fields):
-    """XLA for CPUs knows no reduce-scatter here. The all-reduces are of vectors: with sequence
-    parallelism, types sum fewer of them.
+def test_on_gpus_what_travels_is_what_travels_by_hand(axes, fields, changes, kinds):
+    """XLA for CPUs knows no reduce-scatter here, and gathers all scores for `top_k`. Gradients
+    of vectors are not compared: types sum them over two axes at once, by an all-reduce.
     """
     by_hand, by_types = (
-        {kind: size for kind, size in each.items() if kind[0] != "all-reduce"}
-        for each in sent(axes, gpus=True, **fields)
+        {kind: size for kind, size in each.items() if kind[0] in kinds}
+        for each in sent(axes, gpus=True, changes=changes, **fields)
     )
     assert by_types == by_hand
-    assert {kind for kind, _ in by_hand} >= {"reduce-scatter"}
+    assert {kind for kind, _ in by_hand} == kinds
 
 
 def traced(axes, chosen, **changes):
@@ -149,15 +156,12 @@ def test_a_step_on_jaxs_own_mesh_has_the_bits_of_one_on_auto_axes():
         np.testing.assert_array_equal(leaf, other)
 
 
-EXPERTS = {"model.num_experts": 8, "model.experts_per_token": 2, "model.capacity_factor": 1.0}
-
-
 @pytest.mark.parametrize(
     ("axes", "changes", "message"),
     [
         (dict(data=1, context=2), {}, "by='types' .* axis 'context'"),
         (dict(data=1, pipe=2), {}, "by='types' .* axis 'pipe'"),
-        (dict(data=2), EXPERTS, "num_experts=8 must be 0"),
+        (dict(data=2), EXPERTS | {"model.dropless": True}, "by='types' .* for dropless=True"),
         (dict(data=2), {"model.dropout_rate": 0.5}, "dropout_rate=0.5 must be 0"),
         (dict(data=2), {"model.loss_chunks": 2}, "loss_chunks=2 must be 1"),
         (dict(data=2), {"model.flat_products": True}, "flat_products=True must be False"),

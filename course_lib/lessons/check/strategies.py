@@ -96,6 +96,11 @@ def make_gradient(mesh, M):
     return three_axes.make_gradient(mesh, M)
 
 
+def in_shardings(mesh, M):
+    specs, gradient = make_gradient(mesh, M)
+    return {name: NamedSharding(mesh, spec) for name, spec in specs.items()}, gradient
+
+
 @dataclasses.dataclass(eq=False)
 class ThreeAxes(Outcome):
     """A gradient on a mesh of three axes, compiled and run."""
@@ -106,6 +111,10 @@ class ThreeAxes(Outcome):
     where = property(lambda it: "" if it.first else "With four stages: ")
     specs = property(lambda it: it.result[0])
     names = property(lambda it: sorted(batch()[0]))
+    is_swapped = property(lambda it: Outcome.is_pair.fget(it) and callable(it.result[0]))
+    has_shardings = property(
+        lambda it: any(isinstance(leaf, NamedSharding) for leaf in jax.tree.leaves(it.specs))
+    )
     has_specs = property(
         lambda it: isinstance(it.specs, dict) and set(it.specs) == set(it.names)
     )
@@ -143,7 +152,10 @@ class ThreeAxes(Outcome):
         return jax.device_get(call(self.compiled, *self.placed, hint=""))
 
     waits = property(lambda it: waits_in_a_branch(it.compiled.as_text()))
-    returns_pair = property(lambda it: isinstance(it.returned, tuple) and len(it.returned) == 2)
+    returns_pair = property(
+        lambda it: isinstance(it.returned, tuple | list) and len(it.returned) == 2
+    )
+    is_reversed = property(lambda it: isinstance(it.returned[0], dict))
     loss = property(lambda it: float(it.returned[0]))
     right_loss = property(lambda it: float(batch()[2][0]))
 
@@ -246,11 +258,14 @@ three_axes = Function(
     calls=lambda yours, axes, M: yours(mesh_of(axes), M),
     outcome=ThreeAxes,
     rows={
+        "swapped": (lambda mesh, M: make_gradient(mesh, M)[::-1], lambda it: it.is_swapped),
         "no pair": lambda mesh, M: make_gradient(mesh, M)[1],
+        "shardings": (in_shardings, lambda it: it.has_shardings),
         "specs": (lambda mesh, M: ({}, make_gradient(mesh, M)[1]), lambda it: not it.has_specs),
         "cut": (Rewritten('"pipe", None, None, "tensor"', '"pipe"'), lambda it: it.cut),
         "waits": (Rewritten("params = vary(", "vary("), lambda it: it.waits),
         "returns": (Changed(lambda loss, grads: grads), lambda it: not it.returns_pair),
+        "reversed": (Changed(lambda loss, grads: (grads, loss)), lambda it: it.is_reversed),
         "loss": (
             Changed(lambda loss, grads: (2 * loss, grads)),
             lambda it: not close(it.loss, it.right_loss),
