@@ -116,7 +116,6 @@ SPANS = {
     "waits": {"sends": [(0.0, 2e-5)], "multiplies": [(2e-5, 4e-5)]},
     "ring": {"sends": [(0.0, 1e-5)], "multiplies": [(0.0, 2e-5), (2e-5, 2e-5)]},
 }
-SECONDS = {"network": [(2, 2e-2), (8, 4e-2), (64, 5e-2)], "NVLink": [(2, 2e-3), (8, 4e-3)]}
 GROUPS = {
     "one ring": [[0, 1, 2, 3, 4, 5, 6, 7]],
     "whole hosts": [
@@ -236,7 +235,6 @@ PICTURES = {
     "rungs, GB": make(figures.rungs, VERSIONS, unit="GB", first=5),
     "schedule": make(figures.schedule, TABLES),
     "schedule, narrow": make(figures.schedule, {"narrow": [[op("F0")] * 200]}),
-    "seconds_by_devices": make(figures.seconds_by_devices, SECONDS, host=8),
     "step_timeline": make(figures.step_timeline, {"a": EVENTS, "b": EVENTS[2:]}, by_kind),
     "step_timeline, busy": make(figures.step_timeline, {"a": EVENTS}, title="one step"),
     "step_timeline, phases": make(figures.step_timeline, {"a": EVENTS}, by_phase),

@@ -326,7 +326,6 @@ def branch(*chained):
         (lambda: figures.lanes({"idle": {"device 0": figures.Lane([])}}), NOTHING),
         (lambda: figures.overlap({"idle": {"sends": []}}), NOTHING),
         (lambda: figures.schedule({"idle": [[None]]}), NOTHING),
-        (lambda: figures.seconds_by_devices({}), NOTHING),
         (lambda: figures.tape({"empty": {"bytes": {}, "backward": None, "peak": 0}}), NOTHING),
         (lambda: figures.tradeoff([]), NOTHING),
         (lambda: figures.who_holds_what({"x": []}), NOTHING),

@@ -13,7 +13,7 @@ PICTURES = {
     "blocks": "block",
     "clusters": "hosts",
     "curves": "lines loss_curve progress roofline_plot trace tradeoff",
-    "devices": "seconds_by_devices who_holds_what",
+    "devices": "who_holds_what",
     "explorers": "explorer",
     "frames": "moving",
     "numbers": "formats gradient_histogram",

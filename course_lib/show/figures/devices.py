@@ -1,4 +1,4 @@
-"""Arrays cut among devices, and the time of communication."""
+"""Arrays cut among devices."""
 
 import collections
 import itertools
@@ -8,9 +8,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import LogLocator, NullLocator
 
-from course_lib.show.figures import curves, style
+from course_lib.show.figures import style
 
 PANELS_IN_A_ROW = 3
 Part = tuple[tuple[int, int], ...]  # (first index, one after the last) of each dimension
@@ -34,29 +33,6 @@ def who_holds_what(arrays: Mapping[str, Sequence[Any]], *, title: str = "") -> F
         _draw_parts(axes, name, holdings)
     for axes in panels[len(arrays) :]:
         axes.set_axis_off()
-    return figure
-
-
-def seconds_by_devices(
-    series: Mapping[str, curves.Points],
-    *,
-    host: int | None = None,
-    title: str = "",
-) -> Figure:
-    """Draws the time of communication against the number of devices, both on logarithmic axes.
-
-    Args:
-      series: label -> points (number of devices, seconds).
-      host: how many devices a host holds: a line there says where the network begins.
-    """
-    figure = curves.lines(series, "devices", "time", logx=True, logy=True, title=title)
-    [axes] = figure.axes
-    axes.yaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), minor_locator=NullLocator())
-    axes.yaxis.set_major_formatter(lambda seconds, _: style.duration(seconds))
-    if host is not None:
-        axes.axvline(host, color="black", linestyle=":", linewidth=1.2)
-        ticks = sorted({host, *axes.get_xticks()})
-        axes.set_xticks(ticks, [f"{n:g}\none host" if n == host else f"{n:g}" for n in ticks])
     return figure
 
 
