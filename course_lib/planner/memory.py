@@ -29,6 +29,7 @@ class Kept(NamedTuple):
     mlp: float
     logits: float  # what the output layer works on
     outside: float = 0.0  # what a layer keeps beside its modules
+    narrow: float = 0.0  # of attention: the softmax as its product reads it
 
     @property
     def layer(self) -> float:
@@ -115,6 +116,10 @@ def compiled(step: Step, model: ConfigDict) -> Kept:
     t, T, D = plan.size("tensor"), int(step.tokens), shape.width
     residual = T * D * size // (t if plan.sequence_parallel else 1)
     hidden = (KEPT_BY_MLP[model.mlp_activation] + 2 * model.mlp_gate) * shape.mlp
+    if model.mlp_gate and {"MLP", "Block"} & set(model.remat):
+        # Computed again and used at once, a gate adds only the result of its product: XLA fuses
+        # the rest into what reads it.
+        hidden = shape.matrices * shape.mlp
     if shape.experts:
         # A slot has an input and an output. Two masks, in float32 and in the model's dtype,
         # send each token to its slots and fetch it.
@@ -138,6 +143,7 @@ def compiled(step: Step, model: ConfigDict) -> Kept:
         norm + T * hidden * size / t,
         logits,
         2 * residual,
+        T * scores * size / t,
     )
 
 
@@ -153,8 +159,9 @@ def activations(
     if "Block" in model.remat:
         per_layer = kept.residual
     # Everything of one layer, and the gradients inside of one of its modules. If the MLP is the
-    # last one, its arrays are gone before those of attention.
-    used = kept.mlp if model.attention_first else 0.0
+    # last one, its arrays are gone before those of attention, and the gradient of the softmax
+    # takes the place of its narrow copy.
+    used = kept.mlp + kept.narrow if model.attention_first else 0.0
     at_work = max(kept.layer + max(kept.attention - used, kept.mlp), kept.logits)
     layers = shape.layers // plan.size("pipe") // plan.chunks
     if waiting is None:
@@ -178,24 +185,27 @@ def activations(
 def of_course(
     step: Step, config: ConfigDict, waiting: Mapping[str, int] | None
 ) -> dict[str, int]:
-    """Returns the bytes of a step of this course. All gradients are counted, also in stage 2 of
-    ZeRO, which never holds all at once: its update gathers as many bytes of new parameters.
-    "copies" are the gathered parameters that layers compute with, kernels in the model's dtype:
-    those of one layer, or of all where the backward pass does not make them again.
+    """Returns the bytes of a step of this course. "copies" are the gathered parameters that
+    layers compute with, kernels in the model's dtype: those of one layer, or of all where the
+    backward pass does not make them again. Stage 2 of ZeRO never holds all gradients at once.
+    If its update holds more than the backward pass, "copies" are the new parameters.
     """
     plan, remat, piped = step.plan, config.model.remat, waiting is not None
     of_sum = jnp.dtype(config.training.accumulator_dtype).itemsize
     size = jnp.dtype(plan.dtype).itemsize
     layers = step.shape.layers // plan.size("pipe")
-    gradients, copies = 0, 0.0
+    gradients, copies, waits, new = 0, 0.0, 0, 0
     for leaf in step.leaves:
         stored = int(leaf.numbers * leaf.stored)
         summed = stored * of_sum // leaf.stored
         if piped:  # adds each layer's gradient to the sum as soon as it is computed
             gradients += summed + stored // (layers if leaf.inside else 1)
         else:
-            slices = plan.size("data") if plan.zero == 2 and leaf.zero else 1
-            gradients += stored + (summed // slices if plan.microbatches > 1 else 0)
+            sliced = plan.zero == 2 and leaf.zero and plan.microbatches > 1
+            slices = plan.size("data") if sliced else 1
+            gradients += summed // slices if plan.microbatches > 1 else 0
+            waits += stored // (layers if sliced and leaf.inside else 1)
+            new += stored if sliced else 0
         if leaf.fsdp == 1 and not (leaf.kernel and size < leaf.stored):
             continue  # used as it is
         whole = stored * leaf.fsdp * (size / leaf.stored if leaf.kernel else 1)
@@ -204,8 +214,7 @@ def of_course(
             again = again or piped or "Block" in remat
             whole *= (2 if again else 2 + layers // plan.chunks) / layers
         copies += whole
-    return {
-        "gradients": gradients,
-        "copies": int(copies),
-        "activations": int(activations(step, config.model, waiting)),
-    }
+    kept = int(activations(step, config.model, waiting))
+    if new > waits + copies + kept:
+        waits, copies, kept = 0, new, 0
+    return {"gradients": gradients + waits, "copies": int(copies), "activations": kept}

@@ -303,8 +303,23 @@ def large(**changes):
         slow(dict(data=2), Strategy(zero=1), LONG | GATED),
         # All logits would take 6 GB of 17.
         slow(dict(data=2), Strategy(zero=1), LONG | WIDE | {"model.loss_chunks": 16}),
+        slow(
+            dict(data=2),
+            Strategy(zero=1),
+            LONG | WIDE | GATED | BLOCK | {"model.loss_chunks": 16},
+        ),
+        slow(dict(data=2, context=2), Strategy(zero=2), LONG | {"training.num_minibatches": 4}),
     ],
-    ids=["zero2", "pipeline", "context", "expert", "gate", "loss in chunks"],
+    ids=[
+        "zero2",
+        "pipeline",
+        "context",
+        "expert",
+        "gate",
+        "loss in chunks",
+        "gate recomputed",
+        "zero2 with context",
+    ],
 )
 def test_memory_is_that_of_a_compiled_step_within_a_fifth(axes, chosen, changes):
     whole = large(**changes)

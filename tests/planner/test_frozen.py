@@ -4,7 +4,8 @@ The file holds what the formulas said before they became one list of events: 400
 all options, the published steps, 113 configurations of this course, and several searches. The
 state of the two with Adafactor has since been written anew: each scanned layer has its own. So
 have bytes and seconds of the two with Muon, whose matrices travel, and are multiplied. Where
-ZeRO 3 divides a tied table, the file has the seconds of two gathers in place of one.
+ZeRO 3 divides a tied table, the file has the seconds of two gathers in place of one. Four steps
+of ZeRO 2 with minibatches hold what their update gathers, no longer all gradients at once.
 """
 
 import dataclasses

@@ -75,6 +75,15 @@ class Schedule:
         """Returns the number of a device's chunk among the S v stages of the model."""
         return chunk * self.stages + self._turned(device, chunk)
 
+    @functools.cached_property
+    def kinds(self) -> np.ndarray:
+        """Each op's place in `KINDS` [slots, devices], + 5 on the last stage; -1: it waits."""
+        kinds = np.full((len(self.table[0]), self.stages), -1)
+        for device, slot, op in cells(self):
+            ending = self.stage(device, op.chunk) == self.stages * self.chunks - 1
+            kinds[slot, device] = KINDS.index(op.kind) + len(KINDS) * ending
+        return kinds
+
     def place(self, stage: int) -> tuple[int, int]:
         """Returns the device and the chunk of a stage of the model."""
         chunk, device = divmod(stage, self.stages)
@@ -297,9 +306,8 @@ def _needs(kind: str, microbatch: int, stage: int, stages: int) -> list[tuple[st
         return [("F", microbatch, stage - 1)] if stage else []
     if kind == "W":
         return [("B", microbatch, stage)]
-    return [("F", microbatch, stage)] + (
-        [("B", microbatch, stage + 1)] if stage + 1 < stages else []
-    )
+    later = [("B", microbatch, stage + 1)] if stage + 1 < stages else []
+    return [("F", microbatch, stage), *later]
 
 
 def check(schedule: Schedule) -> None:

@@ -151,16 +151,13 @@ def lockstep(
     with the output layer. Neighbours exchange after every column of the table, so a device
     begins a column when it and both neighbours have finished the column before.
     """
-    last = schedule.stages * schedule.chunks - 1
+    kinds = [PIECES.get(kind, kind) for kind in schedules.KINDS]
+    each = [of.get(kind, np.nan) for of in (durations, of_last or durations) for kind in kinds]
+    seconds = np.array([*each, 0.0])[schedule.kinds]  # [slots, devices]; the last one: it waits
     devices = np.arange(schedule.stages)
     before, after = (devices - 1) % len(devices), (devices + 1) % len(devices)
     ready = np.zeros(len(devices))
-    for column in zip(*schedule.table, strict=True):
-        ends = ready.copy()
-        for device, op in enumerate(column):
-            if op is not None:
-                ending = schedule.stage(device, op.chunk) == last
-                seconds = (of_last or durations) if ending else durations
-                ends[device] += seconds[PIECES.get(op.kind, op.kind)]
+    for column in seconds:
+        ends = ready + column
         ready = np.maximum(np.maximum(ends[before], ends), ends[after])
     return float(ready.max())
