@@ -6,6 +6,7 @@ Only the tests are this strict. A learner's session has JAX's defaults.
 
 import os
 import shutil
+import sys
 import tempfile
 
 # The tests run on the CPU, or with COURSE_BACKEND=gpu on a GPU (`make gpu`). JAX reads its
@@ -24,6 +25,10 @@ if os.environ.get("COURSE_BACKEND", "cpu") == "cpu":
         OWN_CACHE = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="course_")
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+# Where it is installed, jsonschema has it compile grammars of web addresses, which no notebook
+# needs: nbformat would be imported in 1.5 s instead of 0.2.
+sys.modules.setdefault("rfc3987_syntax", None)
 
 import checked_types
 import jaxtyping
