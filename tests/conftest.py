@@ -6,6 +6,7 @@ Only the tests are this strict. A learner's session has JAX's defaults.
 
 import os
 import shutil
+import sys
 import tempfile
 
 # The tests run on the CPU, or with COURSE_BACKEND=gpu on a GPU (`make gpu`). JAX reads its
@@ -24,6 +25,10 @@ if os.environ.get("COURSE_BACKEND", "cpu") == "cpu":
         OWN_CACHE = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="course_")
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+# Where it is installed, jsonschema has it compile grammars of web addresses, which no notebook
+# needs: nbformat would be imported in 1.5 s instead of 0.2.
+sys.modules.setdefault("rfc3987_syntax", None)
 
 import checked_types
 import jaxtyping
@@ -59,89 +64,47 @@ jax.config.update("jax_disable_most_optimizations", jax.config.jax_platforms == 
 SOURCE_LINES = jax.config.jax_traceback_in_locations_limit
 jax.config.update("jax_traceback_in_locations_limit", 0)
 
+
+def files(names):
+    return {f"test_{name}" for name in names.split()}
+
+
 # bfloat16 + float32 is an error here, not a silent float32. Flax's LayerNorm
 # (promote_types(float16, float32)) and Optax's Adam (a float to the power of an int32 step)
 # promote on purpose, and JAX cannot allow it for them alone. Tests that call them have JAX's
 # default.
-CALLS_FLAX_OR_OPTAX = {
-    "test_gradient_accumulation",
-    "test_faults",
-    "test_losses",
-    "test_case_study",
-    "test_checkpoints",
-    "test_processes",
-    "test_buffer_donation",
-    "test_dry_run",
-    "test_routing",
-    "test_mlp",
-    "test_observe",
-    "test_context_parallel",
-    "test_data_parallel",
-    "test_layouts",
-    "test_course",
-    "test_frozen",
-    "test_expert_parallel",
-    "test_strategies",
-    "test_tensor_parallel",
-    "test_virtual_gpus",
-    "test_stored_runs",
-    "test_loop",
-    "test_training",
-    "test_transformer",
-    "test_own_model",
-    "test_own_models",
-    "test_virtual",
-    "test_ladder",
-}
+CALLS_FLAX_OR_OPTAX = files(
+    """
+    gradient_accumulation faults losses case_study checkpoints processes buffer_donation
+    dry_run routing mlp observe context_parallel data_parallel layouts course frozen
+    expert_parallel strategies tensor_parallel virtual_gpus stored_runs loop training
+    transformer own_model own_models virtual ladder
+    """
+)
 # Code that a learner types runs with JAX's defaults.
-A_LEARNERS_CODE = {
-    "test_solutions",
-    "test_tables",
-    "test_learners_answers",
-    "test_learners_answers_one_device",
-    "test_game",
-    "test_tiny_transformer",
-    "test_three_axes",
-    "test_by_processes",
-    "test_own_step",
-    "test_own_step_command",
-}
+A_LEARNERS_CODE = files(
+    """
+    solutions tables learners_answers learners_answers_one_device game tiny_transformer
+    three_axes by_processes own_step own_step_command
+    """
+)
 
 # A program out of the cache has no plan of its memory, and other tests' programs have no source
 # lines; these tests read them (measure.heap).
-READS_PLANS = {
-    "test_memory",
-    "test_tape",
-    "test_profiling",
-    "test_smallest_step",
-    "test_offload",
-    "test_figures",
-    "test_own_step",
-    "test_own_step_command",
-    "test_solutions",  # until it is known why a solution of notebook 16 failed with the cache
-}
+READS_PLANS = files(
+    """
+    memory tape profiling smallest_step offload figures own_step own_step_command
+    """
+)
 
 # Files that take long. One process runs a whole file, so these start first: started last, they
 # would keep one process busy while the others idle.
-LONG = {
-    "test_sizes",
-    "test_game",
-    "test_case_study",
-    "test_virtual",
-    "test_processes",
-    "test_course",
-    "test_pipeline",
-    "test_strategies",
-    "test_tables",
-    "test_faults",
-    "test_command",
-    "test_stored_runs",
-    "test_loop",
-    "test_virtual_gpus",
-    "test_solutions",
-    "test_layouts",
-    "test_training",
-}
+LONG = files(
+    """
+    sizes game case_study virtual processes course pipeline strategies tables faults
+    command stored_runs loop loop_goes_on hub virtual_gpus solutions layouts training
+    """
+)
 
 
 def pytest_configure(config):

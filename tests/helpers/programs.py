@@ -54,7 +54,7 @@ def layers(count, width, hidden):
 LARGE = {
     "hidden layer": (
         lambda x, up, down: (jax.nn.relu(x @ up) @ down).sum(),
-        (array(16384, 1024), array(1024, 4096), array(4096, 1024)),
+        (array(16384, 256), array(256, 4096), array(4096, 256)),
     ),
     "six layers": (
         lambda layers, x: (mlp(layers, x) ** 2).mean(),

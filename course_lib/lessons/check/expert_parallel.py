@@ -228,10 +228,16 @@ expert_layer = DeviceFunction(
 
 
 @functools.cache
+def one_device():
+    return compare.OneDevice(compare.small(batch_size=4, seq_len=8))
+
+
+@functools.cache
 def shown(suspect):
     """Returns what the instruments show of a suspect."""
-    config, key = compare.small(batch_size=4, seq_len=8), jax.random.key(0)
-    alone, step = compare.OneDevice(config), (mesh_of({"data": 2, "tensor": 2}), ZERO_3)
+    alone, key = one_device(), jax.random.key(0)
+    config = alone.config.copy_and_resolve_references()
+    step = mesh_of({"data": 2, "tensor": 2}), ZERO_3
     with bug_zoo.suspect(suspect), jax.default_matmul_precision("highest"):
         grad_fn = jax.jit(strategies.gradient(config, *step))
         gradient = grad_fn.lower(alone.params, alone.batch, key).compile(compare.QUICK)
@@ -240,13 +246,19 @@ def shown(suspect):
         exchanged = jax.tree.map(lambda x: np.roll(x, 2, axis=0), alone.batch)  # of 4 sequences
         losses = [loss(alone.params, x, key)[0] for x in (alone.batch, exchanged)]
         optimizer = optimizers.from_config(config.optimizer)
-        update, _ = optimizer.update(alone.grads, optimizer.init(alone.params), alone.params)
-    grads = gradient(alone.params, alone.batch, key)[0]
+
+        @jax.jit
+        def length_of_update(grads, params):
+            update, _ = optimizer.update(grads, optimizer.init(params), params)
+            return optax.tree.norm(update)
+
+        length = length_of_update(alone.grads, alone.params)
+    grads = jax.device_get(gradient(alone.params, alone.batch, key)[0])
     return {
         "off": jax.tree.leaves(jax.tree.map(compare.furthest, grads, alone.grads)),
         "gathered": measure.ledger(gradient, step[0]).payload("all-gather"),
         "losses": losses,
-        "update": optax.tree.norm(update),
+        "update": length,
     }
 
 
