@@ -114,6 +114,12 @@ def plain_script(code, **environment):
 @pytest.mark.skipif(
     not NO_GPU, reason="with a GPU, the plugin looks for cuDNN and should warn without it"
 )
+def test_a_silent_installation_shows_that_it_goes_on_and_how_it_ended(capfd):
+    slow = "import sys, time; time.sleep(0.5); sys.exit(3)"
+    assert make_venv.wait_for([sys.executable, "-c", slow], seconds=0.1) == 3
+    assert capfd.readouterr().out.startswith(".")
+
+
 def test_with_the_file_of_make_venv_a_plain_script_is_quiet_where_there_is_no_gpu(tmp_path):
     make_venv.keep_quiet(tmp_path)
     done = plain_script(f"import site; site.addsitedir({str(tmp_path)!r}); {DEVICES}")

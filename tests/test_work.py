@@ -1,5 +1,9 @@
 """A learner's notebooks and a new version of the course get along."""
 
+import shutil
+import subprocess
+import sys
+
 import pytest
 import work
 
@@ -47,3 +51,10 @@ def test_a_learners_notebook_without_news_is_left_without_a_word(course, capsys)
 def test_a_number_that_no_notebook_has_is_refused(course):
     with pytest.raises(SystemExit, match="NB='07' must begin the name of one notebook"):
         work.main("07", course)
+
+
+def test_a_learners_folder_changes_nothing_for_the_linter(course):
+    for name in ("pyproject.toml", "tests/test_work.py"):
+        shutil.copy(work.ROOT / name, course)
+    ruff = [sys.executable, "-m", "ruff", "check", "--no-cache", "--quiet", "test_work.py"]
+    subprocess.run(ruff, cwd=course, check=True)

@@ -65,11 +65,24 @@ def main(folder, wanted="pinned"):
     venv.create(folder, with_pip=True, clear=True, symlinks=True)
     pip = [os.path.join(folder, "bin", "python"), "-m", "pip", "-qq"]
     pip += ["--disable-pip-version-check", "install"]
-    if any(subprocess.call(pip + install) for install in installs):
+    if any(wait_for(pip + install) for install in installs):
         sys.exit("pip could not install the dependencies: its message is above. Try again.")
     keep_quiet(os.path.join(folder, "lib", f"python3.{sys.version_info[1]}", "site-packages"))
     with open(os.path.join(folder, ".installed"), "w") as installed:
         print(sys.version.split()[0], sys.base_prefix, file=installed)
+
+
+def wait_for(command, seconds=10):
+    """Runs a command and returns its exit status. Prints a dot now and then: pip is silent."""
+    process, dots = subprocess.Popen(command), ""
+    while True:
+        try:
+            status = process.wait(timeout=seconds)
+            print(end="\n" if dots else "", flush=True)
+            return status
+        except subprocess.TimeoutExpired:
+            dots += "."
+            print(end=".", flush=True)
 
 
 def keep_quiet(site_packages):

@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if jax.config.jax_num_cpu_devices < options.devices > 1:
             with contextlib.suppress(RuntimeError):  # JAX has started
                 jax.config.update("jax_num_cpu_devices", options.devices)
-        virtual.devices(options.target, options.devices)  # before the step's code runs
+        _look_for_devices(options.target, options.devices)  # before the step's code runs
         out = sys.stdout
         with contextlib.redirect_stdout(sys.stderr):  # what the step's own code prints
             make_step = reading.load(options.where)
@@ -220,6 +220,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {over} {gib(options.fail_over)}", file=sys.stderr)
         return OVER
     return 0
+
+
+def _look_for_devices(target: str, devices: int) -> None:
+    """Raises what `virtual.devices` raises, in the words of the command line."""
+    try:
+        virtual.devices(target, devices)
+    except ValueError as error:
+        words = str(error).replace("name=", "--target ").replace("count=", "--devices ")
+        raise ValueError(words) from None
 
 
 def _show(error: BaseException) -> None:
