@@ -94,8 +94,8 @@ OTHER_SIZES = {
         dict(H=2, M=8, WIDE_V=4096, WIDE_D=128, WIDE_L=256, WIDE_N=2, ACCELERATOR="a5000"),
     ],
     "23_memory_profiling": [
-        dict(N=2, B=4, L=128, D=256, ROWS=65_536),
-        dict(N=3, B=3, L=256, D=128, ROWS=98_304),
+        dict(N=2, B=4, L=128, D=256),
+        dict(N=3, B=3, L=256, D=128),
     ],
 }
 
