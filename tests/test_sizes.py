@@ -47,7 +47,7 @@ OTHER_SIZES = {
     ],
     "07_collectives": [
         {"n": 4, "K": 512, "DATA": 4, "TENSOR": 2, "HOSTS": 2, "BIG": 2**25},
-        {"n": 6, "K": 1_536, "DATA": 2, "TENSOR": 3, "S": 3 * 2**16, "HOSTS": 16},
+        {"n": 6, "K": 1_536, "DATA": 2, "TENSOR": 3, "BYTES": 3 * 2**16},
     ],
     "08_data_parallel": [
         dict(N=2, D=32, V=64, L=16, B=8, WIDE_N=4, WIDE_D=256, DDP_N=2, GPUS=16),
