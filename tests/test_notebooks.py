@@ -21,7 +21,7 @@ from course_lib.show import notebook as show_notebook
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 REASONS = {"clock", "device", "versions"}  # what speaks in an output that is not compared
-REASONED = {"07", "12", "13", "14", "21"}  # the notebooks that say so in each such cell
+REASONED = {"07", "12", "13", "14", "21", "22"}  # the notebooks that say so in each such cell
 COMPARED = {"nbval-ignore-output", "nbval-check-output"}
 TAGS = REASONS | COMPARED | {"raises-exception", "sizes", "technique"}
 PYTHON = {"display_name": "Python 3", "language": "python", "name": "python3"}
