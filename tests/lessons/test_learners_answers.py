@@ -1,6 +1,7 @@
 """Answers that learners gave, right and wrong, not taken from the tables."""
 
 import fractions
+import math
 import operator
 
 import jax
@@ -144,7 +145,25 @@ def doubled_gradient(mesh, M):
     return specs, lambda *args: (gradient(*args)[0], gradient(*args)[0])
 
 
+def goodput_of_random_failures(interval, copy, write, restart, between):
+    """Exact, where the table's answer is of first order."""
+    loses = math.exp(-write / between) / math.expm1(interval / between)
+    return (interval - copy) * loses / (between + restart)
+
+
+def goodput_as_product(interval, copy, write, restart, between):
+    again = (interval / 2 + write) / between
+    return (1 - copy / interval) * (1 - again) * between / (between + restart)
+
+
+def goodput_with_a_longer_loss(interval, copy, write, restart, between):
+    lost = copy / interval + (interval / 2 + write + copy) / between
+    return (1 - lost) * between / (between + restart)
+
+
 RIGHT = [
+    (check.goodput, goodput_of_random_failures),
+    (check.goodput, goodput_as_product),
     (check.cut_norm, norm_with_mean, 96),
     (check.two_levels, in_four_collectives),
     (check.sum_in_buckets, while_reading),
@@ -161,6 +180,8 @@ RIGHT = [
     (check.stash, jnp.int32(3200), np.float64(800)),
 ]
 WRONG = [
+    (check.goodput, (goodput_with_a_longer_loss,), "the goodput is 60.73%"),
+    (check.may_change, ({"training.steps": True}.get,), "mesh.tensor you return nothing"),
     (check.cut_norm, (norm_with_mean, ...), "No prediction yet. Which array"),
     (check.sum_in_buckets, (last_unsummed,), "for grads[7]"),
     (check.fsdp, (all_layers_again,), "spans 6 layers"),

@@ -68,8 +68,9 @@ training_budget = Numbers(
     tolerance=0.03,
     near=0.03,
     rows={
-        "tokens": {"billions": 50, "parameters": 2.5e9, "tokens": ...},
+        "tokens": {"billions": 50, "per parameter": 20, "parameters": 2.5e9, "tokens": ...},
         "days": {
+            "one FLOP": lambda right: right / 6,
             "forward": lambda right: right / 3,
             "peak": lambda right: right * 0.37,
             "one GPU": lambda right: right * 64,
