@@ -22,7 +22,7 @@ FOLDER = Path(__file__).parent.parent / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 REASONS = {"clock", "device", "versions"}  # what speaks in an output that is not compared
 # the notebooks that say so in each such cell
-REASONED = {"06", "07", "12", "13", "14", "21", "23"}
+REASONED = {"06", "07", "09", "10", "11", "12", "13", "14", "21", "23"}
 COMPARED = {"nbval-ignore-output", "nbval-check-output"}
 TAGS = REASONS | COMPARED | {"raises-exception", "sizes", "technique"}
 PYTHON = {"display_name": "Python 3", "language": "python", "name": "python3"}

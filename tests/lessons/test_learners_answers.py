@@ -103,6 +103,24 @@ def one_ring(in_order):
     return product
 
 
+def share(x, gate, up, down):
+    return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+
+def scattered_then_gathered(*args):
+    """An all-reduce in two halves, whose result JAX cannot prove equal on all devices."""
+    part = jax.lax.psum_scatter(share(*args), "tensor", scatter_dimension=1, tiled=True)
+    return jax.lax.all_gather(part, "tensor", axis=1, tiled=True)
+
+
+def gathered_then_summed(*args):
+    return jax.lax.all_gather(share(*args), "tensor").sum(0)
+
+
+def of_whole_table(table, tokens):
+    return jax.lax.all_gather(table, "tensor", tiled=True)[tokens]
+
+
 def merged_with_log_sum_exp(a, b):
     """Scales with the log-sum-exp of the two tops' largest."""
     top = jnp.maximum(a[0], b[0])
@@ -132,6 +150,7 @@ RIGHT = [
     (check.sum_in_buckets, while_reading),
     (check.fsdp, fsdp_loop),
     (check.gpipe, pipeline()),
+    (check.gated_mlp, scattered_then_gathered),
     (check.merge, merged_with_log_sum_exp),
     (check.places, by_sorting),
     (check.order_of_arrival, lambda device, n: (device - np.arange(n)) % n),
@@ -150,11 +169,9 @@ WRONG = [
     slow(check.gpipe, (pipeline(late=1),), "the y of another one"),
     (check.gpipe, (pipeline(to_next=((3, 2), (2, 1), (1, 0))),), "computes with zeros"),
     (check.gpipe, (alike_everywhere,), "starts with a value that is equal"),
-    (
-        check.gated_mlp,
-        (lambda x, gate, up, down: (jax.nn.silu(x @ gate) * (x @ up)) @ down,),
-        "different arrays",
-    ),
+    (check.gated_mlp, (share,), "different arrays"),
+    (check.gated_mlp, (gathered_then_summed,), "you gather an array"),
+    (check.divided_embedding, (of_whole_table,), "the table is gathered"),
     (check.two_way_product, (one_ring(True),), "one way around"),
     (check.two_way_product, (one_ring(False),), "wrong order"),
     (

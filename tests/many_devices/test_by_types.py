@@ -20,8 +20,6 @@ pytestmark = pytest.mark.skipif(
     not hasattr(jax, "reshard"), reason=f"the types of JAX {jax.__version__} have no sums"
 )
 
-ODD = {"model.hidden_size": 12, "model.num_heads": 6, "model.vocab_size": 30}
-ODD |= {"model.num_outputs": 30, "data.seq_len": 12}
 BOTH = dict(data=2, tensor=2)
 EXPERTS = {"model.num_experts": 6, "model.experts_per_token": 2, "model.capacity_factor": 1.0}
 
@@ -40,14 +38,10 @@ def name(value):
     ("axes", "chosen", "changes"),
     [
         (BOTH, by(zero=3, sequence=True), one_device.LLAMA),
-        (dict(data=3), by(zero=3), ODD | {"data.batch_size": 9}),
         (dict(data=2, expert=3), by(zero=3), EXPERTS | {"data.batch_size": 12}),
         slow(dict(data=1, expert=2), by(), EXPERTS | one_device.LLAMA),
         slow(dict(data=2, expert=2), by(zero=1), EXPERTS),
         slow(dict(data=2), by(), EXPERTS),
-        slow(dict(data=3), by(zero=2), ODD | {"data.batch_size": 9}),
-        slow(dict(data=1, tensor=3), by(sequence=True), ODD),
-        slow(dict(data=1, tensor=3), by(), ODD),
         slow(dict(data=4), by(), {}),
         slow(dict(data=2), by(zero=1), {"model.scan_layers": False}),
         slow(BOTH, by(zero=3, gather_again=False), {"model.parallel_block": True}),
@@ -55,6 +49,7 @@ def name(value):
     ids=name,
 )
 def test_types_give_the_gradient_of_one_device(axes, chosen, changes):
+    """At odd degrees, too: `test_strategies.py`."""
     one_device.check_gradient(one_device.small(**changes), axes, chosen)
 
 

@@ -85,6 +85,38 @@ def test_a_strategy_gives_the_gradient_of_one_device(axes, chosen, changes):
     )
 
 
+# all sizes that three, five and six devices divide
+ODD = {
+    "model.hidden_size": 30,
+    "model.num_heads": 30,
+    "model.head_dim": 2,
+    "model.num_layers": 2,
+}
+ODD |= {"model.vocab_size": 30, "model.num_outputs": 30, "model.max_seq_len": 30}
+ODD |= {"data.seq_len": 30, "data.batch_size": 30}
+BY_ALL = "hand", "compiler", *(["types"] * hasattr(jax, "reshard"))
+ODD_DEGREES = [
+    (dict(data=3), dict(zero=1)),
+    (dict(data=5), dict(zero=3)),
+    (dict(data=6), dict(zero=2)),
+    (dict(data=1, tensor=3), dict()),
+    (dict(data=1, tensor=5), dict(sequence=True)),
+    (dict(data=1, tensor=6), dict()),
+    (dict(data=3, tensor=2), dict(zero=3, sequence=True)),
+]
+# Those of the quick tests: other degrees meet no other code path.
+QUICK = [("types", *ODD_DEGREES[1]), ("hand", *ODD_DEGREES[4])]
+ODD_CASES = [
+    case if case in QUICK else slow(*case)
+    for case in ((by, *each) for by in BY_ALL for each in ODD_DEGREES)
+]
+
+
+@pytest.mark.parametrize(("by", "axes", "fields"), ODD_CASES, ids=str)
+def test_by_hand_by_types_and_by_compiler_have_one_gradient_at_odd_degrees(by, axes, fields):
+    one_device.check_gradient(one_device.small(**ODD), axes, Strategy(by=by, **fields))
+
+
 ON_JAXS_MESH = [CASES[1], CASES[9], *(slow(*CASES[i]) for i in (0, 2, 3, 5, 7, 8))]
 
 
@@ -227,11 +259,11 @@ BAD = [
     (dict(data=1, context=2), dict(by="compiler"), TOKENS, "loss_along='tokens' must not"),
     (TWO, {}, {"optimizer.name": "adamw", "optimizer.offload": True}, "optimizer.offload=True"),
 ]
-ODD, RING = {"data.seq_len": 12}, dict(data=1, context=2)
+TWELVE, RING = {"data.seq_len": 12}, dict(data=1, context=2)
 CUDNN = {"model.attention": "cudnn", "model.dtype": "bfloat16"}
 BAD += [
-    (dict(data=1, context=4), {}, ODD, "seq_len=12 must be .* the 8 .* take 8 or 16"),
-    (dict(data=1, context=8), dict(by="compiler"), ODD, "seq_len=12"),
+    (dict(data=1, context=4), {}, TWELVE, "seq_len=12 must be .* the 8 .* take 8 or 16"),
+    (dict(data=1, context=8), dict(by="compiler"), TWELVE, "seq_len=12"),
     (RING | dict(pipe=2), {}, {}, "must not have both 'context' and 'pipe'"),
     (RING | dict(tensor=2), dict(sequence=True), {}, "sequence=True must not .* 'context'"),
     (RING, {}, {"model.attention": "xla"}, "attention='xla'"),
