@@ -46,11 +46,12 @@ def capacity(length: int, num_experts: int, per_token: int, factor: float) -> in
     """Returns C, the slots of an expert for L tokens, k experts per token: `factor` times its
     even share, rounded up, at most L. Tokens beyond C are dropped.
     """
-    if num_experts < 1 or not factor > 0:
+    if num_experts < 1 or not 0 < factor < math.inf:
         raise ValueError(
-            f"num_experts={num_experts}, factor={factor} must be at least 1 and above 0: an"
-            " expert needs slots"
+            f"num_experts={num_experts}, factor={factor} must be at least 1, and finite and"
+            " above 0: an expert needs slots"
         )
+    _check_per_token(per_token, num_experts)
     # Less 1e-9, because 10 * 1.1 is a little more than 11 in floating point.
     return min(length, math.ceil(per_token * length * factor / num_experts - 1e-9))
 
@@ -70,15 +71,15 @@ def route(logits: Float[Array, "B L E"], per_token: int, capacity: int) -> Routi
     batch, length, experts = logits.shape
     choices = jax.nn.one_hot(chosen, experts)  # [B L k E]
     in_line = choices.reshape(batch, length * per_token, experts)
-    places = ((jnp.cumsum(in_line, axis=1) - 1) * in_line).sum(axis=-1).reshape(chosen.shape)
-    # [B L k C], all zeros where there is no room.
-    rooms = jax.nn.one_hot(places.astype(jnp.int32), capacity)
-    dispatch = jnp.einsum("blke,blkc->blec", choices, rooms)
+    slots = ((jnp.cumsum(in_line, axis=1) - 1) * in_line).sum(axis=-1).reshape(chosen.shape)
+    # [B L k C], all zeros where there is no free slot.
+    taken = jax.nn.one_hot(slots.astype(jnp.int32), capacity)
+    dispatch = jnp.einsum("blke,blkc->blec", choices, taken)
     return Routing(dispatch, dispatch * probabilities[..., None], balance)
 
 
 class Choice(NamedTuple):
-    """The experts of each token, whether or not they have room.
+    """The experts of each token, whether or not they have a free slot.
 
     Attributes:
       chosen: the k most probable experts, the most probable first.
@@ -96,13 +97,17 @@ def choose(logits: Float[Array, "B L E"], per_token: int) -> Choice:
     if logits.ndim != 3 or not logits.size:
         raise ValueError(f"logits must be [B L E] with at least one token, not {logits.shape}")
     experts = logits.shape[-1]
-    if not 1 <= per_token <= experts:
-        raise ValueError(f"per_token={per_token} must be between 1 and the {experts} experts")
+    _check_per_token(per_token, experts)
     probabilities = jax.nn.softmax(logits, axis=-1)
     _, chosen = jax.lax.top_k(probabilities, per_token)
     often = jax.nn.one_hot(chosen, experts).mean(axis=(1, 2))
     balance = experts * (often * probabilities.mean(axis=1)).sum(axis=-1)
     return Choice(chosen, probabilities, balance)
+
+
+def _check_per_token(per_token: int, experts: int) -> None:
+    if not 1 <= per_token <= experts:
+        raise ValueError(f"per_token={per_token} must be between 1 and the {experts} experts")
 
 
 def dropless(
@@ -120,6 +125,8 @@ def dropless(
       x: the tokens.
       logits, per_token: as in `route`.
     """
+    if x.shape[:2] != logits.shape[:2]:  # JAX would clip the rows of `x` without a word
+        raise ValueError(f"x.shape={x.shape} must begin as logits.shape={logits.shape}: B, L")
     chosen, probabilities, balance = choose(logits, per_token)
     order = jnp.argsort(chosen.reshape(-1))  # stable: an expert's tokens stay in their order
     sizes = jnp.bincount(chosen.reshape(-1), length=logits.shape[-1])
@@ -135,7 +142,8 @@ def grouped(
     """Multiplies each row by the kernel of its expert; rows lie as in `dropless`, and what is
     beyond the last expert's becomes 0.
 
-    XLA of JAX 0.12 has no grouped product for GPUs. There it multiplies all rows by all
-    kernels, with a temporary array [R, E D]: notebook 14 shows it, and JAX's kernel without.
+    On GPUs, the XLA of jaxlib 0.12 multiplies all rows by all kernels unless options and a new
+    cuDNN are there, with a temporary array [R, E D]: notebook 14 shows it, and JAX's kernel
+    without it.
     """
     return jax.lax.ragged_dot(rows, kernels, sizes)

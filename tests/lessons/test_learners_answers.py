@@ -202,7 +202,7 @@ WRONG = [
     ),
     (check.three_axes, (doubled_gradient,), "the gradient should have the structure"),
     (check.dropped, (float("nan"), 0.0), "A prediction is a number, not nan"),
-    (check.dropped, (4.3,), "missing a required argument: 'at_two'"),
+    (check.dropped, (4.3,), "missing a required argument: 'percent_at_2'"),
 ]
 
 

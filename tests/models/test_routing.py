@@ -3,6 +3,7 @@ there is room.
 """
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -40,11 +41,18 @@ def test_routing_is_that_of_a_plain_loop():
     assert dispatch.sum() < 3 * 7 * 2  # some tokens found no room
 
 
+OTHER_LENGTHS = inspect.unwrap(routing.dropless)  # as outside of tests, which check types
 BAD = [
     (lambda: routing.route(LOGITS, 5, 3), "per_token=5 must be between 1 and the 4 experts"),
     (lambda: routing.route(LOGITS, 2, 0), "capacity=0"),
     (lambda: routing.capacity(8, 0, 1, 1.0), "an expert needs slots"),
     (lambda: routing.capacity(8, 4, 1, float("nan")), "an expert needs slots"),
+    (lambda: routing.capacity(8, 4, 1, float("inf")), "an expert needs slots"),
+    (lambda: routing.capacity(8, 4, 5, 1.0), "per_token=5 must be between 1 and the 4 experts"),
+    (
+        lambda: OTHER_LENGTHS(lambda rows, _: rows, jnp.ones((2, 6, 5)), LOGITS, 2),
+        "x.shape=.* must begin as",
+    ),
     (lambda: routing.route(jnp.zeros((2, 0, 4)), 1, 1), "with at least one token"),
     (lambda: configs.check(small(capacity_factor=1e-12)), "capacity_factor=1e-12"),
 ]

@@ -75,6 +75,7 @@ class Losses(OnDevices):
     def is_loss(self, loss):
         return abs(self.loss - loss) <= 1e-4 * abs(loss)
 
+    is_rounded = property(lambda it: abs(it.loss - it.wanted) < 2e-3 * it.wanted)
     are_right = property(lambda it: np.abs(it.result - it.right) < 1e-4 * it.right)
 
     @property
@@ -130,13 +131,17 @@ gpipe = DeviceFunction(
             [gathered(lambda w, x, y, n=n: (w, x[:n], y[:n])) for n in range(1, 6)],
             lambda it: it.count,
         ),
+        "rounded": (
+            change("h @ kernel[0]", "jnp.bfloat16(h) @ jnp.bfloat16(kernel[0])"),
+            lambda it: not it.are_right.all() and it.is_rounded,
+        ),
         "too much": (
             change("(error)", "(2 * error)"),
             lambda it: it.loss >= it.wanted * (1 + 1e-4),
         ),
         "another": (change("(error)", "(0.9 * error)"), lambda it: not it.are_right.all()),
-        "gradient": change("% M], arrived", "% M], jax.lax.stop_gradient(arrived)"),
         "gathers": gathered(),
+        "gradient": change("% M], arrived", "% M], jax.lax.stop_gradient(arrived)"),
         "passed on": (whole_batch, lambda it: it.passed > it.slots),
         "sends more": (
             change("pass_on(", "everywhere("),

@@ -5,6 +5,7 @@ S stages, M microbatches, v chunks per device, a device d.
 
 import functools
 import re
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -74,7 +75,10 @@ def order(device, S, M):
 
 def of_all_devices(your_order, S, M):
     orders = [your_order(device, S, M) for device in range(S)]
-    return None if None in orders else orders
+    if any(order is None for order in orders):
+        return None
+    as_lists = np.ndarray, Iterator
+    return [list(order) if isinstance(order, as_lists) else order for order in orders]
 
 
 def last_slot(orders):
@@ -120,6 +124,8 @@ class Orders(Outcome):
                 return [ops]
         return None
 
+    has_whole_backwards = property(lambda it: "BW" in str(it.misspelled))
+
     @functools.cached_property
     def ops(self):
         return [[(op[0], int(op[1:])) for op in ops] for ops in self.result]
@@ -155,6 +161,7 @@ one_f_one_b = Function(
     calls=of_all_devices,
     outcome=Orders,
     rows={
+        "BW": (change('f"B', 'f"BW'), lambda it: it.has_whole_backwards),
         "no list": (change('f"B', 'f"b'), lambda it: it.misspelled),
         "once": (change("range(M)", "range(M - 1)"), lambda it: it.not_once),
         "forever": (change("S - device", "S - device - 1"), lambda it: it.time is None),
@@ -169,6 +176,10 @@ one_f_one_b = Function(
 
 class Stash(Numbered):
     per_microbatch = property(lambda it: it.gpipe / (32 * it.right["activation"]))
+
+    def is_in_mb(self, name):
+        """Whether a number is the right one in units of 10**6 bytes."""
+        return abs(self.yours[name] / self.right[name] / (2**20 / 1e6) - 1) < 1e-3
 
 
 def stashes():
@@ -190,10 +201,12 @@ stash = Numbers(
         "gpipe": {
             "per layer": ([640, 2560], lambda it: it.per_microbatch in (1, 4)),
             "bytes": lambda right: right * 2**20,
-            "whole model": 32 * 33 * 20,
+            "MB": (lambda right: right * 2**20 / 1e6, lambda it: it.is_in_mb("gpipe")),
+            "whole model": [32 * 33 * 20, 32 * 32 * 20],
             "another": [25_600, ...],
         },
         "one_f_one_b": {
+            "MB": (lambda right: right * 2**20 / 1e6, lambda it: it.is_in_mb("one_f_one_b")),
             "all live": (3200, lambda it: it.one_f_one_b == it.gpipe),
             "live": [100, ...],
         },
@@ -232,10 +245,16 @@ shared_slots = Numbers(
 )
 
 
+NAMES = {"GPipe": "gpipe", "1F1B": "1f1b", "ZB-H1": "zero_bubble", "ZB-V": "zb_v"}
+NAMES |= {"breadth-first": "breadth_first", "depth-first": "depth_first"}
+NAMES |= {"DualPipeV": "dualpipe_v"}  # as the notebook's text has them
+
+
 class Plan(Numbered):
     """A schedule for 64 sequences on eight stages, on devices with room for 24 sequences."""
 
     schedules = ", ".join(schedules.SCHEDULES)
+    named = property(lambda it: NAMES.get(it.schedule, it.schedule))
     sequences, stages, overhead, most_live, most_milliseconds = 64, 8, 0.25, 24, 240
     name = property(lambda it: f"{it.schedule} with M = {it.microbatches} and v = {it.chunks}")
 
@@ -243,7 +262,7 @@ class Plan(Numbered):
     def planned(self):
         try:
             return schedules.make(
-                self.schedule, self.stages, int(self.microbatches), int(self.chunks)
+                self.named, self.stages, int(self.microbatches), int(self.chunks)
             )
         except ValueError as error:
             return error
@@ -267,7 +286,7 @@ fast_pipeline = Numbers(
     words=("schedule",),
     outcome=Plan,
     rows={
-        "schedule": {"unknown": ("1F1B", lambda it: it.schedule not in schedules.SCHEDULES)},
+        "schedule": {"unknown": ("1F2B", lambda it: it.named not in schedules.SCHEDULES)},
         "microbatches": {
             "no divisor": (
                 48,
