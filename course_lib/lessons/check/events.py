@@ -33,6 +33,7 @@ def lists_of_events():
         ([(0, 6), (1, 1), (3, 1), (8, 4), (9, 1)],),
         ([(5, 2), (8, 1)],),
         ([(7, 1), (0, 2), (4, 1), (1, 2)],),
+        ([(0, 0.5), (0.25, 0.5)],),
         (many_events(),),
     ]
 
@@ -44,7 +45,8 @@ class Times(Outcome):
     def seconds(self):
         try:
             busy, idle = self.result
-            return float(busy), float(idle)
+            is_text = isinstance(busy, str) or isinstance(idle, str)
+            return None if is_text else (float(busy), float(idle))
         except (TypeError, ValueError):
             return None
 
@@ -94,6 +96,10 @@ busy_and_idle = Function(
             change("return busy, reached - begin - busy", "return busy * 1000, 7"),
             lambda it: it.busy > 0 and np.isclose(it.busy, 1000 * it.right[0]),
         ),
+        "shares": (
+            change("return busy, reached - begin - busy", "return 15 / 17, 2 / 17"),
+            in_case(0, lambda it: np.allclose(it.seconds, np.divide(it.right, sum(it.right)))),
+        ),
         "swapped": change("busy, reached - begin - busy", "reached - begin - busy, busy"),
         "as ends": (
             lambda events: seconds_of([(start, end - start) for start, end in events]),
@@ -125,9 +131,10 @@ busy_and_idle = Function(
         "before the first": (change("events[0][0]", "0"), in_case(3, lambda it: it.idle == 6)),
         "later start": (change("events[0][0]", "events[0][0] and 4"), in_case(3)),
         "any order": (change("sorted(events)", "list(events)"), in_case(4)),
-        "many": (
+        "fractions": (
             [change("return busy", f"return round(busy, {n})") for n in (0, 1)],
             in_case(5),
         ),
+        "many": (change("sorted(events)", "sorted(dict(events).items())"), in_case(6)),
     },
 )

@@ -62,8 +62,13 @@ stacked = Numbers(
             "not both": [lambda right: right - GRADIENTS, lambda right: GRADIENTS],
             "one is missing": lambda right: right - ONE_ARRAY,
             "one too many": lambda right: right + ONE_ARRAY,
+            "one alone": ONE_ARRAY,
             "one layer": share(1 / N),
             "bytes": share(2**20),
+            "megabytes": (
+                share(1.048576),
+                lambda it: abs(it.mib - 1.048576 * it.right["mib"]) < 0.03,
+            ),
             "another": (100, lambda it: abs(it.mib - it.right["mib"]) >= 0.5),
         }
     },
@@ -142,6 +147,7 @@ message = Numbers(
             "temporaries are missing": ARGUMENTS + RESULTS,
             "results are missing": ARGUMENTS + TEMPORARIES,
             "bytes": share(2**30),
+            "gigabytes": share(2**30 / 1e9),
             "other need": ...,
         },
         "donated": {
